@@ -1,0 +1,288 @@
+"""Every frozen record that autoaccum passes around or writes down, and the glossary. No torch here.
+
+The words, each with one meaning everywhere:
+    micro_batch         rows of one forward and backward, on one rank
+    accumulation_steps  micro-batches per optimizer step, on one rank
+    window              the micro-batches of one optimizer step, and that step
+    target_batch        rows per optimizer step that were asked for, over all ranks
+    effective_batch     rows per optimizer step that are obtained, over all ranks
+    share               the rows of one optimizer step on one rank
+    lever, level        a thing to turn, and its position
+    candidate           what to try; trial: what happened
+`None` means "not known". Units end a name. A prediction never sits in a field that says measured.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from autoaccum.errors import InvalidRequestError
+
+SCHEMA_VERSION = 1
+
+Phase = Literal["data", "forward", "backward", "optimizer"]
+LimitedBy = Literal["memory", "target", "data", "caller", "host", "other"]
+Evidence = Literal["exact", "measured", "predicted"]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all records share: frozen, slotted, keyword-only, compared by value."""
+
+
+class Levers(Record, frozen=True, kw_only=True):
+    """The position of every lever."""
+
+    checkpointing: Literal["off", "selective", "full"] = "off"
+    checkpointed_blocks: int = 0
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    optimizer_impl: Literal["default", "for-loop", "foreach", "fused"] = "default"
+    offload: Literal["off", "cpu"] = "off"
+
+
+class Candidate(Record, frozen=True, kw_only=True):
+    """What to try: `micro_batch` rows per forward on each rank, under these levers."""
+
+    micro_batch: int
+    levers: Levers = Levers()
+
+
+class Fit(Record, frozen=True, kw_only=True, tag="fit"):
+    """The size ran to the end inside the budget.
+
+    `peak_bytes` is what counts against the budget (CUDA: reserved + context; CPU: resident; virtual: live).
+    `step_times_s` are optimizer steps after the first one.
+    """
+
+    peak_bytes: int
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    step_times_s: tuple[float, ...] = ()
+
+    @property
+    def median_step_s(self) -> float | None:
+        """Median time of one optimizer step of this trial, in seconds."""
+        return median(self.step_times_s) if self.step_times_s else None
+
+
+class OutOfMemory(Record, frozen=True, kw_only=True, tag="out_of_memory"):
+    """The size needs more memory than the budget.
+
+    `cause`: "allocator" an allocation failed; "budget" it ran, but its peak is above the budget; "retries" it ran only
+    because the allocator flushed its cache; "process" the worker process died; "unclear" an error that often, not always,
+    means memory, believed because a smaller size ran.
+    """
+
+    cause: Literal["allocator", "budget", "retries", "process", "unclear"]
+    phase: Phase | None = None
+    peak_bytes: int | None = None
+    message: str = ""
+
+
+class Refused(Record, frozen=True, kw_only=True, tag="refused"):
+    """The size fails for a known reason that is not the device's memory.
+
+    `bound`: "ceiling" larger sizes fail as well; "floor" smaller sizes fail as well.
+    `limited_by`: what a ceiling is to be called in the plan.
+    """
+
+    bound: Literal["ceiling", "floor"]
+    limited_by: Literal["host", "other"] = "other"
+    phase: Phase | None = None
+    message: str = ""
+
+
+Outcome = Fit | OutOfMemory | Refused
+
+
+class Trial(Record, frozen=True, kw_only=True):
+    """One candidate that was really run, and what came of it.
+
+    `purpose`: "probe" is two optimizer steps of two micro-batches; "step" is the plan's own optimizer step.
+    `rows_per_step`: rows of one optimizer step of this trial, on one rank.
+    """
+
+    candidate: Candidate
+    outcome: Outcome
+    wall_s: float
+    rows_per_step: int
+    purpose: Literal["probe", "step"] = "probe"
+
+
+class Skipped(Record, frozen=True, kw_only=True):
+    """A level that was left out, and why."""
+
+    lever: str
+    level: str
+    reason: str
+
+
+class Budget(Record, frozen=True, kw_only=True):
+    """What this process may hold on the device, what it held at the start, and what the device has, in bytes."""
+
+    budget_bytes: int
+    held_bytes: int
+    total_bytes: int
+
+
+class MemoryAccount(Record, frozen=True, kw_only=True):
+    """Where the memory goes that does not depend on the batch, in bytes; a tied weight counts once.
+
+    Gradients are counted for trainable parameters only. `optimizer_state_bytes` is what the optimizer really held after
+    its first step, None when no step was run.
+    """
+
+    trainable_bytes: int
+    frozen_bytes: int
+    buffer_bytes: int
+    gradient_bytes: int
+    optimizer_state_bytes: int | None = None
+    trainable_parameters: int
+    frozen_parameters: int
+
+
+class Environment(Record, frozen=True, kw_only=True):
+    """Where and on what the trials were run. `batch` says in words what the probe batch was."""
+
+    device: str
+    device_name: str
+    model: str
+    optimizer: str
+    batch: str
+    world_size: int = 1
+    python_version: str
+    torch_version: str
+    autoaccum_version: str
+    platform: str
+
+
+class ProbeResult(Record, frozen=True, kw_only=True, tag_field="record", tag="autoaccum.ProbeResult"):
+    """How many rows fit into one micro-batch, and what that rests on.
+
+    `max_micro_batch` was run in this search. `evidence`: "exact" when the next size ran and failed, "measured" otherwise.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    max_micro_batch: int
+    limited_by: LimitedBy
+    evidence: Evidence
+    measured_peak_bytes: int | None
+    budget_bytes: int
+    levers: Levers = Levers()
+    trials: tuple[Trial, ...] = ()
+    warnings: tuple[str, ...] = ()
+    memory: MemoryAccount | None = None
+    environment: Environment | None = None
+
+    def to_json(self) -> str:
+        """The record as JSON text; `from_json` gives it back."""
+        return to_json(self)
+
+    @staticmethod
+    def from_json(text: str | bytes) -> ProbeResult:
+        """Read what `to_json` wrote.
+
+        Raises:
+            InvalidRequestError: When the text is damaged, of a newer schema, or something else.
+        """
+        return from_json(text, ProbeResult)
+
+
+class PlanRecord(Record, frozen=True, kw_only=True, tag_field="record", tag="autoaccum.Plan"):
+    """How to take one optimizer step of `target_batch` rows, and what that rests on.
+
+    `micro_batch_sizes` are this rank's, in the order to run them; they sum to this rank's share of the target.
+    `max_micro_batch` is the largest size known to fit; it may be larger than `micro_batch`, the largest one used.
+    `step_time_s` and `samples_per_s` are of one whole optimizer step at the target, over all ranks.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    target_batch: int
+    world_size: int
+    rank: int = 0
+    effective_batch: int
+    micro_batch: int
+    accumulation_steps: int
+    micro_batch_sizes: tuple[int, ...]
+    max_micro_batch: int
+    min_micro_batch: int = 1
+    limited_by: LimitedBy
+    evidence: Evidence
+    multiple_of: int = 1
+    equal_micro_batches: bool = False
+    levers: Levers = Levers()
+    budget_bytes: int
+    measured_peak_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    step_time_s: float | None = None
+    samples_per_s: float | None = None
+    trials: tuple[Trial, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    warnings: tuple[str, ...] = ()
+    memory: MemoryAccount | None = None
+    environment: Environment | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a plan that would change what is learned; a file can hold anything."""
+        sizes = self.micro_batch_sizes
+        share = self.target_batch // self.world_size + (self.rank < self.target_batch % self.world_size)
+        sound = (
+            self.effective_batch == self.target_batch
+            and 0 <= self.rank < self.world_size
+            and sum(sizes) == share
+            and min(sizes, default=0) >= 1
+            and self.accumulation_steps == len(sizes)
+            and max(sizes) == self.micro_batch <= self.max_micro_batch
+        )
+        if not sound:
+            raise ValueError(f"micro_batch_sizes={list(sizes)} do not make up target_batch={self.target_batch}")
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """Bytes between the measured peak and the budget, None where nothing was measured."""
+        return None if self.measured_peak_bytes is None else self.budget_bytes - self.measured_peak_bytes
+
+
+class _Header(msgspec.Struct):
+    """The part of a file that must be understood before the rest is."""
+
+    record: str = ""
+    schema_version: int = 0
+
+
+R = TypeVar("R", bound=Record)
+
+
+def to_json(record: Record) -> str:
+    """Any record as indented JSON text."""
+    return msgspec.json.format(msgspec.json.encode(record), indent=2).decode()
+
+
+def from_json(text: str | bytes, kind: type[R]) -> R:
+    """The record of the given kind that the JSON text holds; nothing is ever evaluated or unpickled.
+
+    Raises:
+        InvalidRequestError: When the text is damaged, of a newer schema, or something else than this record.
+    """
+    expected = kind.__struct_config__.tag
+    try:
+        header = msgspec.json.decode(text, type=_Header)
+        if header.record != expected:
+            raise InvalidRequestError(
+                f"the JSON is not an {expected} (its record is {header.record[:60]!r}); expected a file that autoaccum wrote."
+            )
+        if header.schema_version > SCHEMA_VERSION:
+            raise InvalidRequestError(
+                f"schema_version={header.schema_version} is newer than this autoaccum reads ({SCHEMA_VERSION}); "
+                "upgrade with: pip install --upgrade autoaccum"
+            )
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise InvalidRequestError(f"the JSON cannot be read as {expected}: {error}. Is the file complete?") from None
+
+
+def plain(record: Record) -> dict[str, Any]:
+    """The record as plain dicts, lists and numbers."""
+    return dict(msgspec.to_builtins(record))

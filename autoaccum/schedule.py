@@ -1,0 +1,173 @@
+"""How a number of rows is divided over ranks and micro-batches. Pure arithmetic: knows neither memory nor time.
+
+Sizes are near even (37, 37, 36), never full ones with a small rest (40, 40, 30): that keeps the peak low, avoids a rest of
+one row that BatchNorm refuses, and avoids recompilation for one odd shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoaccum.errors import InvalidRequestError
+
+
+def shares(target_batch: int, world_size: int) -> tuple[int, ...]:
+    """Rows of one optimizer step for every rank; they differ by at most one.
+
+    Example:
+        >>> shares(10, 4)
+        (3, 3, 2, 2)
+    """
+    return balanced(target_batch, world_size)
+
+
+def balanced(total: int, parts: int) -> tuple[int, ...]:
+    """`total` as `parts` whole numbers that differ by at most one, the larger ones first.
+
+    Example:
+        >>> balanced(110, 3)
+        (37, 37, 36)
+    """
+    quotient, remainder = divmod(total, parts)
+    return (quotient + 1,) * remainder + (quotient,) * (parts - remainder)
+
+
+def split_rows(share: int, steps: int, multiple_of: int = 1) -> tuple[int, ...]:
+    """Sizes of `steps` micro-batches over `share` rows; all but the last are multiples of `multiple_of`.
+
+    Example:
+        >>> split_rows(100, 3, multiple_of=8)
+        (40, 32, 28)
+    """
+    units = -(-share // multiple_of)
+    sizes = [part * multiple_of for part in balanced(units, min(steps, units))]
+    sizes[-1] -= units * multiple_of - share
+    return tuple(sizes)
+
+
+def steps_for(share: int, micro_batch_limit: int, multiple_of: int = 1) -> int:
+    """The fewest micro-batches that cover `share` rows with none above the limit.
+
+    Example:
+        >>> steps_for(128, 100), steps_for(32, 5), steps_for(7, 8)
+        (2, 7, 1)
+    """
+    if share <= micro_batch_limit:
+        return 1
+    units, units_limit = -(-share // multiple_of), micro_batch_limit // multiple_of
+    return -(-units // units_limit)
+
+
+def ladder(share: int, bound: int, multiple_of: int = 1) -> tuple[int, ...]:
+    """Every size, ascending, that can be the largest micro-batch of a balanced window of `share` rows.
+
+    Only about 2 * sqrt(share) sizes matter: between two of them the number of micro-batches is the same.
+
+    Args:
+        share: Rows of one optimizer step on one rank.
+        bound: No size above this one.
+        multiple_of: As in `split_rows`.
+
+    Example:
+        >>> ladder(12, 12), ladder(100, 48, multiple_of=8)
+        ((1, 2, 3, 4, 6, 12), (8, 16, 24, 32, 40))
+    """
+    units = -(-share // multiple_of)
+    found, steps = set(), 1
+    while steps <= units:
+        per_step = -(-units // steps)
+        found.add(share if steps == 1 else per_step * multiple_of)
+        if per_step == 1:
+            break
+        steps = -(-units // (per_step - 1))
+    return tuple(sorted(size for size in found if size <= bound))
+
+
+def largest_divisor(share: int, limit: int, *, at_least: int = 1, multiple_of: int = 1) -> int | None:
+    """The largest size up to `limit` that divides `share` without a rest, None when there is none.
+
+    Example:
+        >>> largest_divisor(256, 10), largest_divisor(97, 10), largest_divisor(97, 10, at_least=2)
+        (8, 1, None)
+    """
+    if at_least <= share <= limit:
+        return share
+    for size in range(min(limit, share) // multiple_of * multiple_of, 0, -multiple_of):
+        if size < at_least:
+            return None
+        if share % size == 0:
+            return size
+    return None
+
+
+def near_targets(
+    share: int, limit: int, *, at_least: int = 1, multiple_of: int = 1
+) -> tuple[tuple[int, int, int], ...]:
+    """Shares close to this one that divide well: (share, micro_batch, steps), nearest first.
+
+    The nearest one below, the nearest above, and the nearest that uses the limit itself. A divisor counts as good from
+    three quarters of the limit on.
+
+    Example:
+        >>> near_targets(97, 10)
+        ((96, 8, 12), (99, 9, 11), (100, 10, 10))
+    """
+    good = max(at_least, 1, -(-3 * limit // 4))
+
+    def fitting(other: int) -> bool:
+        size = largest_divisor(other, limit, at_least=at_least, multiple_of=multiple_of)
+        return size is not None and size >= min(good, other)
+
+    full = max(limit // multiple_of * multiple_of, multiple_of)
+    below = next((other for other in range(share - 1, 0, -1) if fitting(other)), None)
+    above = next((other for other in range(share + 1, share + full + 1) if fitting(other)), None)
+    exact = min((share // full * full or full, -(-share // full) * full), key=lambda other: abs(other - share))
+    found = sorted({other for other in (below, above, exact) if other}, key=lambda other: (abs(other - share), other))
+    sizes = {
+        other: largest_divisor(other, limit, at_least=at_least, multiple_of=multiple_of) or full for other in found
+    }
+    return tuple((other, sizes[other], other // sizes[other]) for other in found)
+
+
+def check_target(target_batch: object, world_size: int) -> int:
+    """The target as an int that every rank can take part in.
+
+    Raises:
+        InvalidRequestError: When it is not whole, not above zero, or smaller than the number of ranks.
+    """
+    whole = whole_number(target_batch, "target_batch", "the rows of one optimizer step over all ranks")
+    if whole < world_size:
+        raise InvalidRequestError(
+            f"target_batch={whole} is smaller than world_size={world_size}; every rank needs at least one sample."
+        )
+    return whole
+
+
+def whole_number(value: object, name: str, meaning: str) -> int:
+    """The value as an int of at least one.
+
+    Raises:
+        InvalidRequestError: Otherwise, with the name, the value and the meaning.
+    """
+    try:
+        whole = int(value)  # type: ignore[call-overload]
+        sound = whole == value and whole >= 1 and not isinstance(value, (bool, str))
+    except (TypeError, ValueError, OverflowError):
+        sound = False
+    if not sound:
+        raise InvalidRequestError(
+            f"{name}={str(value)[:60]!r} is not possible; expected a whole number >= 1: {meaning}."
+        )
+    return int(whole)
+
+
+def rank_sizes(share: int, steps: int, multiple_of: int, micro_batch: int | None) -> tuple[int, ...]:
+    """One rank's sizes: `steps` balanced ones, or equal ones of `micro_batch` rows where one number must serve."""
+    if micro_batch is not None:
+        return (micro_batch,) * (share // micro_batch)
+    return split_rows(share, min(steps, share), multiple_of)
+
+
+def smallest(sizes: Sequence[Sequence[int]]) -> int:
+    """The smallest micro-batch over all ranks."""
+    return min(min(of_rank) for of_rank in sizes)
