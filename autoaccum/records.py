@@ -70,9 +70,9 @@ class Fit(Record, frozen=True, kw_only=True, tag="fit"):
 class OutOfMemory(Record, frozen=True, kw_only=True, tag="out_of_memory"):
     """The size needs more memory than the budget.
 
-    `cause`: "allocator" an allocation failed; "budget" it ran, but its peak is above the budget; "retries" it ran only
-    because the allocator flushed its cache; "process" the worker process died; "unclear" an error that often, not always,
-    means memory, believed because a smaller size ran.
+    `cause`: "allocator" an allocation failed; "budget" it ran, but its peak is above the budget; "retries" it ran, but
+    only because the allocator flushed its cache; "process" the worker process died; "unclear" an error that often, not
+    always, means memory, believed because a smaller size ran.
     """
 
     cause: Literal["allocator", "budget", "retries", "process", "unclear"]
@@ -161,7 +161,7 @@ class Environment(Record, frozen=True, kw_only=True):
 class ProbeResult(Record, frozen=True, kw_only=True, tag_field="record", tag="autoaccum.ProbeResult"):
     """How many rows fit into one micro-batch, and what that rests on.
 
-    `max_micro_batch` was run in this search. `evidence`: "exact" when the next size ran and failed, "measured" otherwise.
+    `max_micro_batch` was run in this search. `evidence`: "exact" when the next size ran and failed, else "measured".
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -271,7 +271,8 @@ def from_json(text: str | bytes, kind: type[R]) -> R:
         header = msgspec.json.decode(text, type=_Header)
         if header.record != expected:
             raise InvalidRequestError(
-                f"the JSON is not an {expected} (its record is {header.record[:60]!r}); expected a file that autoaccum wrote."
+                f"the JSON is not an {expected} (its record is {header.record[:60]!r}); "
+                "expected a file that autoaccum wrote."
             )
         if header.schema_version > SCHEMA_VERSION:
             raise InvalidRequestError(

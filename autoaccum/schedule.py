@@ -1,7 +1,7 @@
 """How a number of rows is divided over ranks and micro-batches. Pure arithmetic: knows neither memory nor time.
 
-Sizes are near even (37, 37, 36), never full ones with a small rest (40, 40, 30): that keeps the peak low, avoids a rest of
-one row that BatchNorm refuses, and avoids recompilation for one odd shape.
+Sizes are near even (37, 37, 36), never full ones with a small rest (40, 40, 30): that keeps the peak low, avoids a rest
+of one row that BatchNorm refuses, and avoids recompilation for one odd shape.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which micro-batch to try next. A pure function of the trials so far; the log is the whole state.
 
 Doubling, then bisection, over the sizes that matter (a sorted ladder, possibly a range of a million). Where two fitting
-trials show how the peak grows, the size predicted to cross the budget is tried instead of the doubled or the middle one,
-but only as long as the worst case stays within `2 * ceil(log2(limit)) + 2` probes.
+trials show how the peak grows, the size predicted to cross the budget is tried instead of the doubled or the middle
+one, but only as long as the worst case stays within `2 * ceil(log2(limit)) + 2` probes.
 Knows nothing of devices, levers or time.
 """
 
@@ -21,8 +21,8 @@ _CAUTION_PROBES = 4  # what a cautious search may spend beyond the bound on not 
 class Standing(Record, frozen=True, kw_only=True):
     """What a log of trials says.
 
-    `best`: the largest size that fits and lies below every failure, with its peak. `ceiling`: the smallest size that is too
-    large, with its peak where it ran to the end. `floor`: the largest size that is too small to run at all.
+    `best`: the largest size that fits and lies below every failure, with its peak. `ceiling`: the smallest size that is
+    too large, with its peak where it ran to the end. `floor`: the largest size that is too small to run at all.
     """
 
     best: int | None = None
@@ -110,8 +110,8 @@ def _most_probes(limit: float) -> int:
 def _predicted_limit(trials: Sequence[Trial], now: Standing, budget_bytes: int) -> int | None:
     """The largest size whose peak should stay inside the budget, on the line through the nearest two known peaks.
 
-    Peaks are convex in the size (the largest of many affine terms), so beyond both points the line is too low, never too
-    high: this size is an upper estimate there.
+    Peaks are convex in the size (the largest of many affine terms), so beyond both points the line is too low, never
+    too high: this size is an upper estimate there.
     """
     peaks = {
         trial.candidate.micro_batch: trial.outcome.peak_bytes

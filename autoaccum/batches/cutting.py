@@ -1,0 +1,53 @@
+"""Taking rows out of a batch, once it is known where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from autoaccum.batches.layout import Layout
+from autoaccum.batches.structure import (
+    cloned,
+    mapped,
+    same_sequence,
+)
+
+
+def take_rows(batch: Any, layout: Layout, count: int) -> Any:
+    """A copy of `count` rows, going round when the batch has fewer; nothing in it shares memory with the batch."""
+    indices = torch.arange(count) % layout.rows
+
+    def cut(leaf: Any, how: int | str | None) -> Any:
+        if how == "items":
+            return same_sequence(leaf, [cloned(leaf[index]) for index in indices.tolist()])
+        if how is None:
+            return cloned(leaf)
+        if isinstance(leaf, np.ndarray):
+            return np.take(leaf, indices.numpy(), axis=int(how))
+        return leaf.detach().index_select(int(how), indices.to(leaf.device)).requires_grad_(leaf.requires_grad)
+
+    return mapped(batch, layout.cuts, (), cut)
+
+
+def narrow_rows(batch: Any, layout: Layout, start: int, count: int) -> Any:
+    """Rows `start` to `start + count`, as views; contiguous, because cuDNN refuses a state that is not."""
+
+    def cut(leaf: Any, how: int | str | None) -> Any:
+        if how is None:
+            return leaf
+        if how == "items":
+            return same_sequence(leaf, list(leaf[start : start + count]))
+        if isinstance(leaf, np.ndarray):
+            return np.take(leaf, np.arange(start, start + count), axis=int(how))
+        return leaf.narrow(int(how), start, count).contiguous()
+
+    return mapped(batch, layout.cuts, (), cut)
+
+
+def split_rows_of(batch: Any, layout: Layout, sizes: Sequence[int]) -> list[Any]:
+    """The batch as micro-batches of these sizes, in order."""
+    starts = np.cumsum([0, *sizes[:-1]]).tolist()
+    return [narrow_rows(batch, layout, start, size) for start, size in zip(starts, sizes, strict=True)]

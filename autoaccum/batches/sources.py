@@ -1,0 +1,254 @@
+"""A sample of any kind -> any number of rows. The largest items are used: a probe must see the worst case."""
+
+from __future__ import annotations
+
+import copy
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, default_collate
+
+from autoaccum.batches.cutting import split_rows_of, take_rows
+from autoaccum.batches.layout import (
+    BatchDim,
+    carriers_of,
+    describe,
+    described,
+    find_layout,
+    refuse_hidden_rows,
+    refuse_other_reading,
+)
+from autoaccum.batches.structure import (
+    children_of,
+    is_array,
+    leaves_of,
+    tensors_in,
+)
+from autoaccum.errors import InvalidRequestError
+
+SplitFn = Callable[[Any, Sequence[int]], Sequence[Any]]
+
+_ITEMS_LOOKED_AT = 2000  # enough to meet the long tail of a shuffled data set; spread evenly over a longer one
+_LOOKING_TIME_S = 3.0  # decoding images can take milliseconds each; the search itself takes seconds
+
+
+class AbstractSource(ABC):
+    """Gives any number of rows in the user's own form.
+
+    Attributes:
+        length: How many distinct rows there are, None when not known or when the rows are only an example.
+        description: In words, what the probe batch is made of.
+    """
+
+    length: int | None
+    description: str
+
+    @abstractmethod
+    def take(self, count: int) -> Any:
+        """A fresh batch of `count` rows that shares no memory with the user's."""
+
+    @abstractmethod
+    def micro_batches(self, sizes: Sequence[int]) -> list[Any]:
+        """A batch of `sum(sizes)` rows as micro-batches."""
+
+
+@final
+class BatchSource(AbstractSource):
+    """An example batch, whose rows are repeated."""
+
+    length = None
+
+    def __init__(self, batch: Any, batch_dim: BatchDim) -> None:
+        self._batch = batch
+        self._layout = find_layout(batch, batch_dim)
+        if batch_dim is None:
+            refuse_other_reading(batch)
+        if not isinstance(batch_dim, int):
+            refuse_hidden_rows(batch, self._layout, batch_dim)
+        self.description = "the sample's " + describe(batch, self._layout)
+
+    def take(self, count: int) -> Any:
+        return take_rows(self._batch, self._layout, count)
+
+    def micro_batches(self, sizes: Sequence[int]) -> list[Any]:
+        return split_rows_of(self.take(sum(sizes)), self._layout, sizes)
+
+
+@final
+class SplitSource(AbstractSource):
+    """An opaque batch that only the caller's `split(batch, sizes)` can cut (graphs, packed sequences)."""
+
+    def __init__(self, batch: Any, split: SplitFn) -> None:
+        self._batch, self._split = batch, split
+        try:
+            self.length = len(batch)
+        except TypeError:
+            raise InvalidRequestError(
+                f"a sample of type {type(batch).__name__} has no length, so its rows cannot be counted; "
+                "give the sample as a callable n -> batch."
+            ) from None
+        self.description = f"{type(batch).__name__} of {self.length} rows, cut by split="
+
+    def take(self, count: int) -> Any:
+        return self.micro_batches([count])[0]
+
+    def micro_batches(self, sizes: Sequence[int]) -> list[Any]:
+        rest = (self.length or 0) - sum(sizes)
+        parts = list(self._split(copy.deepcopy(self._batch), [*sizes, rest] if rest else list(sizes)))
+        if len(parts) < len(sizes):
+            raise InvalidRequestError(
+                f"split(batch, {list(sizes)}) gave {len(parts)} micro-batches; expected {len(sizes)}."
+            )
+        return parts[: len(sizes)]
+
+
+@final
+class CallableSource(AbstractSource):
+    """The caller's own function of the number of rows."""
+
+    length = None
+    description = "what the sample function returns for that many rows"
+
+    def __init__(self, function: Callable[[int], Any], batch_dim: BatchDim, split: SplitFn | None) -> None:
+        self._function, self._batch_dim, self._opaque = function, batch_dim, split is not None
+
+    def take(self, count: int) -> Any:
+        batch = self._function(count)
+        if not self._opaque:
+            _check_row_count(batch, count, self._batch_dim)
+        return batch
+
+    def micro_batches(self, sizes: Sequence[int]) -> list[Any]:
+        return [self.take(size) for size in sizes]
+
+
+def _check_row_count(batch: Any, count: int, batch_dim: BatchDim) -> None:
+    """Refuse a batch in which nothing has the number of rows that was asked for."""
+    if batch_dim is not None:
+        find_layout(batch, batch_dim, rows=count)
+        return
+    parts = list(carriers_of(batch))
+    sizes = {size for part in parts for size in part.readings}
+    sizes |= {int(size) for tensor in tensors_in(batch) for size in tensor.shape}
+    if parts and count not in sizes:
+        raise InvalidRequestError(
+            f"the sample function was asked for {count} rows and returned other ones: {described(parts)}."
+        )
+
+
+@final
+class ItemSource(AbstractSource):
+    """A data set, and how its items are put together. The largest of the items looked at are used."""
+
+    def __init__(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], batch_dim: BatchDim, indices: Any = None
+    ) -> None:
+        self._dataset, self._collate, self._batch_dim = dataset, collate, batch_dim
+        self._kept: dict[int, Any] = {}
+        if isinstance(dataset, IterableDataset):
+            self.length, sizes = None, self._look_at_stream()
+        else:
+            self.length, sizes = self._look_at_items(range(len(dataset)) if indices is None else indices)
+        if not sizes:
+            raise InvalidRequestError("the sample is an empty data set; expected at least one item.")
+        self._order = sorted(sizes, key=lambda index: -sizes[index])
+        spread = {sizes[self._order[0]], sizes[self._order[-1]]}
+        of = f" of {self.length}" if self.length is not None and self.length > len(sizes) else ""
+        sized = f"sizes {min(spread)} to {max(spread)}, the largest first" if len(spread) > 1 else "all of one size"
+        self.description = f"{len(sizes)}{of} items looked at ({sized})"
+
+    def _look_at_items(self, indices: Sequence[int]) -> tuple[int, dict[int, int]]:
+        step = max(1, -(-len(indices) // _ITEMS_LOOKED_AT))
+        started, sizes = time.monotonic(), {}
+        for index in (*indices[::step], *indices[-1:]):  # the last one too: sorted data sets end with the longest
+            sizes[index] = _item_size(self._dataset[index])
+            if time.monotonic() - started > _LOOKING_TIME_S:
+                break
+        return len(indices), sizes
+
+    def _look_at_stream(self) -> dict[int, int]:
+        started, sizes = time.monotonic(), {}
+        for index, item in enumerate(islice(iter(self._dataset), _ITEMS_LOOKED_AT)):
+            self._kept[index] = item
+            sizes[index] = _item_size(item)
+            if time.monotonic() - started > _LOOKING_TIME_S:
+                break
+        return sizes
+
+    def take(self, count: int) -> Any:
+        chosen = [self._order[position % len(self._order)] for position in range(count)]
+        items = [copy.deepcopy(self._kept[index]) if index in self._kept else self._dataset[index] for index in chosen]
+        return self._collate(items)
+
+    def micro_batches(self, sizes: Sequence[int]) -> list[Any]:
+        batch = self.take(sum(sizes))
+        try:
+            layout = find_layout(batch, self._batch_dim, rows=sum(sizes))
+        except InvalidRequestError:  # a collate function may build what cannot be cut: then it builds each micro-batch
+            return [self.take(size) for size in sizes]
+        return split_rows_of(batch, layout, sizes)
+
+
+def _item_size(item: Any) -> int:
+    """How large an item is, in elements; only compared with its like."""
+    total = 0
+    for _, leaf in leaves_of(item):
+        if isinstance(leaf, Tensor):
+            total += leaf.numel()
+        elif isinstance(leaf, np.ndarray):
+            total += leaf.size
+        else:
+            total += len(leaf) if isinstance(leaf, (str, bytes)) else 1
+    return total
+
+
+def source_of(sample: Any, batch_dim: BatchDim = None, split: SplitFn | None = None) -> AbstractSource:
+    """Turn any supported sample into a source of rows.
+
+    Args:
+        sample: A batch of any size >= 1, a `Dataset`, a `DataLoader`, or a callable `n -> batch`. A loader is never
+            iterated: its data set and its collate function are used, so no worker starts and no sampler advances.
+        batch_dim: See `find_layout`.
+        split: `split(batch, sizes) -> list of micro-batches` for batches that cannot be cut by rows.
+
+    Raises:
+        InvalidRequestError: When it holds no rows, or they cannot be told.
+    """
+    if isinstance(sample, DataLoader):
+        return _source_of_loader(sample, batch_dim, split)
+    if _is_dataset(sample):
+        return ItemSource(sample, default_collate, batch_dim)
+    if callable(sample) and not isinstance(sample, torch.nn.Module) and not list(children_of(sample)):
+        return CallableSource(sample, batch_dim, split)
+    if split is not None:
+        return SplitSource(sample, split)
+    return BatchSource(sample, batch_dim)
+
+
+def _is_dataset(sample: Any) -> bool:
+    """A torch data set, or a Hugging Face one, which is not a subclass of it but has the same two methods."""
+    if isinstance(sample, Dataset):
+        return True
+    container = (
+        is_array(sample) or isinstance(sample, (Mapping, list, tuple, str, bytes)) or bool(list(children_of(sample)))
+    )
+    return (
+        not container and hasattr(sample, "__getitem__") and hasattr(sample, "__len__") and hasattr(sample, "features")
+    )
+
+
+def _source_of_loader(loader: DataLoader[Any], batch_dim: BatchDim, split: SplitFn | None) -> AbstractSource:
+    collate = loader.collate_fn
+    if loader.batch_size is None and loader.batch_sampler is None:  # the data set yields ready batches
+        ready = islice(iter(loader.dataset), _ITEMS_LOOKED_AT) if isinstance(loader.dataset, IterableDataset) else ()
+        batches = list(ready) or [loader.dataset[0]]
+        largest = collate(max(batches, key=_item_size))
+        return SplitSource(largest, split) if split is not None else BatchSource(largest, batch_dim)
+    indices = list(loader.sampler.indices) if isinstance(loader.sampler, SubsetRandomSampler) else None
+    return ItemSource(loader.dataset, collate, batch_dim, indices)

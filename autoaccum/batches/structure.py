@@ -1,0 +1,119 @@
+"""Walking nested batches: what is a container, what is a leaf, and how to build the like of it again.
+
+Knows nothing of rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def mapped(
+    node: Any,
+    cuts: Mapping[tuple[str, ...], int | str],
+    path: tuple[str, ...],
+    leaf_fn: Callable[[Any, int | str | None], Any],
+) -> Any:
+    """The same structure with `leaf_fn(leaf, how it is cut)` in place of every leaf and of every list cut by items."""
+    if path in cuts:
+        return leaf_fn(node, cuts[path])
+    children = list(children_of(node))
+    if is_array(node) or not children:
+        return leaf_fn(node, None)
+    changed = [(key, mapped(child, cuts, (*path, key), leaf_fn)) for key, child in children]
+    return rebuilt(node, changed)
+
+
+def rebuilt(node: Any, changed: list[tuple[str, Any]]) -> Any:
+    """A container of the same type with these parts in place of its own."""
+    values = [value for _, value in changed]
+    rebuilt: Any
+    if isinstance(node, MutableMapping):
+        rebuilt = copy.copy(node)  # keeps a BatchEncoding a BatchEncoding; its __copy__ does not share the data
+        for key, value in zip(list(node), values, strict=True):
+            rebuilt[key] = value
+        return rebuilt
+    if isinstance(node, Mapping):
+        return dict(zip(node, values, strict=True))
+    if dataclasses.is_dataclass(node):
+        rebuilt = copy.copy(node)
+        for name, value in changed:
+            object.__setattr__(rebuilt, name, value)  # also where the dataclass is frozen
+        return rebuilt
+    return same_sequence(node, values)
+
+
+def same_sequence(node: Any, values: list[Any]) -> Any:
+    """The values as a list, tuple or named tuple of the same type."""
+    if isinstance(node, tuple) and hasattr(node, "_fields"):  # the only mark that a named tuple has
+        return type(node)(*values)
+    return type(node)(values)
+
+
+def children_of(node: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of a container with their names; nothing for a leaf."""
+    if isinstance(node, Mapping):
+        yield from ((str(key), value) for key, value in node.items())
+    elif isinstance(node, tuple) and hasattr(node, "_fields"):
+        yield from zip(node._fields, node, strict=True)
+    elif isinstance(node, (tuple, list)):
+        yield from ((str(index), value) for index, value in enumerate(node))
+    elif dataclasses.is_dataclass(node) and not isinstance(node, type):
+        yield from ((field.name, getattr(node, field.name)) for field in dataclasses.fields(node))
+
+
+def leaves_of(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every leaf with its path, in order."""
+    children = list(children_of(node))
+    if is_array(node) or not children:
+        yield path, node
+        return
+    for key, child in children:
+        yield from leaves_of(child, (*path, key))
+
+
+def is_array(node: Any) -> bool:
+    """Whether it has a shape that may hold rows."""
+    return isinstance(node, (Tensor, np.ndarray))
+
+
+def is_plain_sequence(node: Any) -> bool:
+    """A list or tuple, not a named tuple."""
+    return isinstance(node, (tuple, list)) and not hasattr(node, "_fields")
+
+
+def cloned(node: Any) -> Any:
+    """A copy that shares no tensor memory."""
+    if isinstance(node, Tensor):
+        return node.detach().clone().requires_grad_(node.requires_grad)
+    if isinstance(node, np.ndarray):
+        return node.copy()
+    children = list(children_of(node))
+    return rebuilt(node, [(key, cloned(child)) for key, child in children]) if children else node
+
+
+def name_of(path: tuple[str, ...]) -> str:
+    """The name of a leaf as the user writes it."""
+    return ".".join(path) or "batch"
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """The batch with every tensor on the device."""
+    return mapped(batch, {}, (), lambda leaf, how: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
+
+
+def tensors_in(batch: Any) -> list[Tensor]:
+    """Every tensor in the batch, in order."""
+    return [leaf for _, leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
+
+
+def covers(inner: tuple[str, ...], outer: tuple[str, ...]) -> bool:
+    """Whether the outer path is the inner one or a container around it."""
+    return inner[: len(outer)] == outer
