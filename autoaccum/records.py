@@ -100,7 +100,8 @@ Outcome = Fit | OutOfMemory | Refused
 class Trial(Record, frozen=True, kw_only=True):
     """One candidate that was really run, and what came of it.
 
-    `purpose`: "probe" is two optimizer steps of two micro-batches; "step" is the plan's own optimizer step.
+    `purpose`: "probe" is two optimizer steps of two micro-batches of the size; "confirm" is optimizer steps of the plan's
+    own sizes, as training runs them; "relaxed" is that under the host allocator's usual settings, and does not count.
     `rows_per_step`: rows of one optimizer step of this trial, on one rank.
     """
 
@@ -108,7 +109,7 @@ class Trial(Record, frozen=True, kw_only=True):
     outcome: Outcome
     wall_s: float
     rows_per_step: int
-    purpose: Literal["probe", "step"] = "probe"
+    purpose: Literal["probe", "confirm", "relaxed"] = "probe"
 
 
 class Skipped(Record, frozen=True, kw_only=True):

@@ -100,9 +100,7 @@ def largest_divisor(share: int, limit: int, *, at_least: int = 1, multiple_of: i
     return None
 
 
-def near_targets(
-    share: int, limit: int, *, at_least: int = 1, multiple_of: int = 1
-) -> tuple[tuple[int, int, int], ...]:
+def near_targets(share: int, limit: int, *, at_least: int = 1, multiple_of: int = 1) -> tuple[tuple[int, int, int], ...]:
     """Shares close to this one that divide well: (share, micro_batch, steps), nearest first.
 
     The nearest one below, the nearest above, and the nearest that uses the limit itself. A divisor counts as good from
@@ -123,9 +121,7 @@ def near_targets(
     above = next((other for other in range(share + 1, share + full + 1) if fitting(other)), None)
     exact = min((share // full * full or full, -(-share // full) * full), key=lambda other: abs(other - share))
     found = sorted({other for other in (below, above, exact) if other}, key=lambda other: (abs(other - share), other))
-    sizes = {
-        other: largest_divisor(other, limit, at_least=at_least, multiple_of=multiple_of) or full for other in found
-    }
+    sizes = {other: largest_divisor(other, limit, at_least=at_least, multiple_of=multiple_of) or full for other in found}
     return tuple((other, sizes[other], other // sizes[other]) for other in found)
 
 
@@ -155,9 +151,7 @@ def whole_number(value: object, name: str, meaning: str) -> int:
     except (TypeError, ValueError, OverflowError):
         sound = False
     if not sound:
-        raise InvalidRequestError(
-            f"{name}={str(value)[:60]!r} is not possible; expected a whole number >= 1: {meaning}."
-        )
+        raise InvalidRequestError(f"{name}={str(value)[:60]!r} is not possible; expected a whole number >= 1: {meaning}.")
     return int(whole)
 
 

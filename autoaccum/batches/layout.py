@@ -166,9 +166,7 @@ def _layout_by_name(batch: Any, dims: Mapping[str, int | None], rows: int | None
     named = {name_of(path): (path, leaf) for path, leaf in leaves_of(batch)}
     unknown = [name for name in dims if name not in named]
     if unknown:
-        raise InvalidRequestError(
-            f"batch_dim names {unknown[0]!r}, which the sample lacks; its leaves: {sorted(named)}."
-        )
+        raise InvalidRequestError(f"batch_dim names {unknown[0]!r}, which the sample lacks; its leaves: {sorted(named)}.")
     cuts: dict[tuple[str, ...], int | str] = {}
     sizes: dict[str, int] = {}
     for name, dim in dims.items():
@@ -211,8 +209,7 @@ def refuse_other_reading(batch: Any) -> None:
     in_all = set.intersection(*(set(map(int, shape)) for shape in shapes)) - leading - {1} if shapes else set()
     if len(leading) > 1 and in_all:
         raise InvalidRequestError(
-            f"every tensor has a dimension of {max(in_all)}, but not as the leading one: the rows may be there. "
-            + _REMEDY
+            f"every tensor has a dimension of {max(in_all)}, but not as the leading one: the rows may be there. " + _REMEDY
         )
 
 

@@ -102,9 +102,7 @@ class SplitSource(AbstractSource):
         rest = (self.length or 0) - sum(sizes)
         parts = list(self._split(copy.deepcopy(self._batch), [*sizes, rest] if rest else list(sizes)))
         if len(parts) < len(sizes):
-            raise InvalidRequestError(
-                f"split(batch, {list(sizes)}) gave {len(parts)} micro-batches; expected {len(sizes)}."
-            )
+            raise InvalidRequestError(f"split(batch, {list(sizes)}) gave {len(parts)} micro-batches; expected {len(sizes)}.")
         return parts[: len(sizes)]
 
 
@@ -146,9 +144,7 @@ def _check_row_count(batch: Any, count: int, batch_dim: BatchDim) -> None:
 class ItemSource(AbstractSource):
     """A data set, and how its items are put together. The largest of the items looked at are used."""
 
-    def __init__(
-        self, dataset: Any, collate: Callable[[list[Any]], Any], batch_dim: BatchDim, indices: Any = None
-    ) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], batch_dim: BatchDim, indices: Any = None) -> None:
         self._dataset, self._collate, self._batch_dim = dataset, collate, batch_dim
         self._kept: dict[int, Any] = {}
         if isinstance(dataset, IterableDataset):
@@ -235,12 +231,8 @@ def _is_dataset(sample: Any) -> bool:
     """A torch data set, or a Hugging Face one, which is not a subclass of it but has the same two methods."""
     if isinstance(sample, Dataset):
         return True
-    container = (
-        is_array(sample) or isinstance(sample, (Mapping, list, tuple, str, bytes)) or bool(list(children_of(sample)))
-    )
-    return (
-        not container and hasattr(sample, "__getitem__") and hasattr(sample, "__len__") and hasattr(sample, "features")
-    )
+    container = is_array(sample) or isinstance(sample, (Mapping, list, tuple, str, bytes)) or bool(list(children_of(sample)))
+    return not container and hasattr(sample, "__getitem__") and hasattr(sample, "__len__") and hasattr(sample, "features")
 
 
 def _source_of_loader(loader: DataLoader[Any], batch_dim: BatchDim, split: SplitFn | None) -> AbstractSource:

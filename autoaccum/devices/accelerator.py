@@ -1,0 +1,132 @@
+"""XPU and MPS through `torch.accelerator`, with the few calls that each has of its own.
+
+Written to the documented interfaces; this project has not run it on such hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from autoaccum.batches.structure import move
+from autoaccum.devices.base import AbstractDevice, ErrorRow, Holder, Verdict, Watch
+
+
+@final
+class XpuDevice(AbstractDevice):
+    """One Intel GPU."""
+
+    def __init__(self, index: int) -> None:
+        self.name = f"xpu:{index}"
+        self.torch_device = torch.device("xpu", index)
+
+    def description(self) -> str:
+        return str(torch.xpu.get_device_name(self.torch_device))
+
+    def total_bytes(self) -> int:
+        return int(torch.xpu.mem_get_info(self.torch_device)[1])
+
+    def free_bytes(self) -> int:
+        return int(torch.xpu.mem_get_info(self.torch_device)[0])
+
+    def held_bytes(self, resident: Sequence[Tensor]) -> int:
+        return int(torch.xpu.memory_reserved(self.torch_device))
+
+    def holders(self) -> tuple[Holder, ...]:
+        return ()
+
+    @contextmanager
+    def limited_to(self, budget_bytes: int) -> Iterator[None]:
+        before = torch.xpu.get_per_process_memory_fraction(self.torch_device)
+        allowed = min(before, budget_bytes / self.total_bytes())
+        torch.xpu.set_per_process_memory_fraction(allowed, self.torch_device)
+        try:
+            yield
+        finally:
+            torch.xpu.set_per_process_memory_fraction(before, self.torch_device)
+
+    @contextmanager
+    def watched(self, resident: Sequence[Tensor]) -> Iterator[Watch]:
+        watch = Watch()
+        torch.accelerator.reset_peak_memory_stats(self.torch_device)
+        yield watch
+        self.synchronize()
+        watch.peak_allocated_bytes = torch.accelerator.max_memory_allocated(self.torch_device)
+        watch.peak_reserved_bytes = torch.accelerator.max_memory_reserved(self.torch_device)
+        watch.peak_bytes = watch.peak_reserved_bytes
+
+    def release(self) -> None:
+        torch.xpu.empty_cache()
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.torch_device)
+
+    def place(self, batch: Any) -> Any:
+        return move(batch, self.torch_device)
+
+
+@final
+class MpsDevice(AbstractDevice):
+    """An Apple GPU. It shares the host's memory, so its budget is the driver's recommended maximum, not all there is."""
+
+    def __init__(self) -> None:
+        self.name = "mps"
+        self.torch_device = torch.device("mps")
+
+    def description(self) -> str:
+        return "Apple GPU"
+
+    def total_bytes(self) -> int:
+        return int(torch.mps.recommended_max_memory())
+
+    def free_bytes(self) -> int:
+        return max(0, self.total_bytes() - int(torch.mps.driver_allocated_memory()))
+
+    def held_bytes(self, resident: Sequence[Tensor]) -> int:
+        return int(torch.mps.driver_allocated_memory())
+
+    def holders(self) -> tuple[Holder, ...]:
+        return ()
+
+    @contextmanager
+    def limited_to(self, budget_bytes: int) -> Iterator[None]:
+        # By default MPS goes on to 1.7 times the recommended maximum and swaps. The old value cannot be asked for.
+        torch.mps.set_per_process_memory_fraction(min(1.0, budget_bytes / self.total_bytes()))
+        try:
+            yield
+        finally:
+            torch.mps.set_per_process_memory_fraction(1.7)
+
+    @contextmanager
+    def watched(self, resident: Sequence[Tensor]) -> Iterator[Watch]:
+        watch = Watch()
+        self.release()
+        yield watch
+        self.synchronize()
+        # There is no peak counter; the allocator keeps what it once had until `release`, so this is the high-water mark.
+        watch.peak_reserved_bytes = watch.peak_bytes = int(torch.mps.driver_allocated_memory())
+
+    def release(self) -> None:
+        torch.mps.empty_cache()
+
+    def synchronize(self) -> None:
+        torch.mps.synchronize()
+
+    def place(self, batch: Any) -> Any:
+        return move(batch, self.torch_device)
+
+
+ACCELERATOR_ROWS = (
+    ErrorRow(Verdict.TOO_LARGE, RuntimeError, ("xpu out of memory",), "c10/xpu/XPUCachingAllocator.cpp"),
+    ErrorRow(Verdict.TOO_LARGE, RuntimeError, ("ur_result_error_out_of_device_memory",), "Intel's unified runtime"),
+    ErrorRow(Verdict.TOO_LARGE, RuntimeError, ("ur_result_error_out_of_resources",), "Intel's unified runtime"),
+    ErrorRow(Verdict.TOO_LARGE, RuntimeError, ("mps backend out of memory",), "aten/src/ATen/mps/MPSAllocator.mm"),
+    ErrorRow(Verdict.TOO_LARGE, RuntimeError, ("module:pt_devmem allocation failed",), "Habana; accelerate 1.15"),
+    ErrorRow(Verdict.TOO_LARGE, RuntimeError, ("npu out of memory",), "Ascend, torch_npu"),
+    ErrorRow(Verdict.CEILING, RuntimeError, ("invalid buffer size:",), "MPSAllocator.mm: one buffer above Metal's limit"),
+    ErrorRow(Verdict.CEILING, RuntimeError, ("dims larger than int_max",), "MPSGraph"),
+)

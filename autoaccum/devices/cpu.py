@@ -1,0 +1,286 @@
+"""Host memory: the resident set of this process, with a real allocator failure where the platform can cap one.
+
+The resident peak decides whether a trial fits. The limit is a loose net under it, because some kernels do not survive a
+refused allocation (a convolution was seen to end the process), and because it counts address space, not memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+import psutil
+import torch
+from torch import Tensor
+
+from autoaccum.devices.base import AbstractDevice, ErrorRow, Holder, Steadiness, Verdict, Watch
+
+# glibc's mallopt parameters (malloc.h). With the default thresholds, which move, the peak of one size wanders by 30 % and
+# a size that fitted fails after a larger one failed; with these it is affine in the batch (benchmarks/cpu_peaks.py).
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_STEADY = {_M_MMAP_THRESHOLD: 64 * 2**10, _M_TRIM_THRESHOLD: 64 * 2**10, _M_TOP_PAD: 0}
+# Setting a threshold ends glibc's adapting of it, so "as before" cannot be had; these are the values that adapting ends at
+# (DEFAULT_MMAP_THRESHOLD_MAX on 64 bits, twice that, DEFAULT_TOP_PAD in malloc.c): full speed, wandering peaks.
+_USUAL = {_M_MMAP_THRESHOLD: 32 * 2**20, _M_TRIM_THRESHOLD: 64 * 2**20, _M_TOP_PAD: 128 * 2**10}
+STEADY_ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_TOP_PAD_": "0",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1",  # cached primitives hold memory for every shape that was tried
+}
+
+_NET_FRAC = 0.25  # how far above the budget the net hangs: address space is more than memory
+_NET_BYTES = 512 * 2**20  # room for thread stacks (8 MiB each) and for the arenas of a first parallel kernel
+_SAMPLING_S = 0.002  # where a peak cannot be read, the resident set is read this often
+
+
+@final
+class CpuDevice(AbstractDevice):
+    """The host's memory, as this process sees it: a container's limit counts as the machine's memory."""
+
+    cautious: ClassVar[bool] = True
+    is_host: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.name = "cpu"
+        self.torch_device = torch.device("cpu")
+
+    def description(self) -> str:
+        return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+    def total_bytes(self) -> int:
+        limit = cgroup_limit_bytes()
+        total = int(psutil.virtual_memory().total)
+        return total if limit is None else min(total, limit)
+
+    def free_bytes(self) -> int:
+        available = int(psutil.virtual_memory().available)
+        in_group = cgroup_free_bytes()
+        return available if in_group is None else min(available, in_group)
+
+    def held_bytes(self, resident: Sequence[Tensor]) -> int:
+        return int(psutil.Process().memory_info().rss)
+
+    def holders(self) -> tuple[Holder, ...]:
+        found = []
+        for process in psutil.process_iter(["pid", "name", "memory_info"]):
+            memory = process.info["memory_info"]
+            if memory is not None and process.pid != psutil.Process().pid:
+                found.append(Holder(process.pid, process.info["name"] or "?", int(memory.rss)))
+        return tuple(sorted(found, key=lambda holder: -(holder.held_bytes or 0)))
+
+    @contextmanager
+    def limited_to(self, budget_bytes: int) -> Iterator[None]:
+        if sys.platform != "linux":  # RLIMIT_DATA counts private mappings on Linux only
+            yield
+            return
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        room = max(0, budget_bytes - self.held_bytes(())) + int(budget_bytes * _NET_FRAC) + _NET_BYTES
+        net = _status_bytes("VmData") + room
+        bounds = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_DATA, (min([net, *bounds]), hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+    @contextmanager
+    def watched(self, resident: Sequence[Tensor]) -> Iterator[Watch]:
+        watch = Watch()
+        if _can_reset_peak():
+            _reset_peak()
+            try:
+                yield watch
+            finally:
+                watch.peak_bytes = _status_bytes("VmHWM")
+        else:
+            with _sampled(watch):
+                yield watch
+
+    @contextmanager
+    def steadied(self) -> Iterator[Steadiness]:
+        if not _has_glibc():
+            yield Steadiness()
+            return
+        thresholds = _Thresholds()
+        try:
+            yield thresholds
+        finally:
+            thresholds.leave()
+
+    def release(self) -> None:
+        if _has_glibc():
+            ctypes.CDLL(None).malloc_trim(0)
+
+    def synchronize(self) -> None:
+        pass
+
+    def place(self, batch: Any) -> Any:
+        return batch
+
+
+@final
+class _Thresholds(Steadiness):
+    """glibc's thresholds: steady while probing, usual afterwards unless the plan needs them steady."""
+
+    def __init__(self) -> None:
+        self._keep = False
+        _set_thresholds(_STEADY)
+
+    def relax(self) -> bool:
+        _set_thresholds(_USUAL)
+        return True
+
+    def tighten(self) -> str:
+        self._keep = True
+        _set_thresholds(_STEADY)
+        return (
+            "With the C library's usual settings the same steps need more than the budget, so this process keeps returning "
+            "freed memory at once (mallopt: M_MMAP_THRESHOLD and M_TRIM_THRESHOLD 64 KiB, M_TOP_PAD 0), which slows "
+            "training down. In another process set MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 "
+            "MALLOC_TOP_PAD_=0 before it starts, or leave more room in the budget."
+        )
+
+    def leave(self) -> None:
+        if not self._keep:
+            _set_thresholds(_USUAL)
+
+
+def _set_thresholds(values: dict[int, int]) -> None:
+    libc = ctypes.CDLL(None)
+    for parameter, value in values.items():
+        libc.mallopt(parameter, value)
+
+
+def _has_glibc() -> bool:
+    return sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
+
+
+def _status_bytes(field: str) -> int:
+    """One of the kernel's counters of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(f"/proc/self/status has no {field}")
+
+
+def _can_reset_peak() -> bool:
+    """Whether the kernel lets a process reset its resident peak; some sandboxes do not offer the file."""
+    try:
+        _reset_peak()
+    except OSError:
+        return False
+    return True
+
+
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): 5 resets VmHWM to the present resident set
+
+
+@contextmanager
+def _sampled(watch: Watch) -> Iterator[None]:
+    """Follow the resident set from a thread. A peak shorter than the interval can be missed."""
+    process, stopped = psutil.Process(), threading.Event()
+
+    def follow() -> None:
+        while not stopped.is_set():
+            watch.peak_bytes = max(watch.peak_bytes, int(process.memory_info().rss))
+            time.sleep(_SAMPLING_S)
+
+    watch.peak_bytes = int(process.memory_info().rss)
+    thread = threading.Thread(target=follow, name="autoaccum-resident-set", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+        watch.peak_bytes = max(watch.peak_bytes, int(process.memory_info().rss))
+
+
+def cgroup_limit_bytes(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self/cgroup")) -> int | None:
+    """The smallest memory limit of the control groups that this process is in, None where there is none.
+
+    Both versions of the interface are read: `memory.max` and `memory.limit_in_bytes` (kernel documentation,
+    admin-guide/cgroup-v2 and cgroup-v1/memory).
+    """
+    limits = [limit for folder in _cgroup_folders(root, proc) for limit in [_cgroup_number(folder, "max")] if limit]
+    return min(limits, default=None)
+
+
+def cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self/cgroup")) -> int | None:
+    """What the control groups still allow, None where they set no limit. Cached files count as free."""
+    free = []
+    for folder in _cgroup_folders(root, proc):
+        limit, used = _cgroup_number(folder, "max"), _cgroup_number(folder, "current")
+        if limit is not None and used is not None:
+            free.append(max(0, limit - used + _inactive_file_bytes(folder)))
+    return min(free, default=None)
+
+
+_CGROUP_FILES = {"max": ("memory.max", "memory.limit_in_bytes"), "current": ("memory.current", "memory.usage_in_bytes")}
+_NO_LIMIT_BYTES = 2**60  # version 1 writes a huge number where there is no limit
+
+
+def _cgroup_folders(root: Path, proc: Path) -> Iterator[Path]:
+    """The group's folder and those above it, for both versions; inside a container the group is often the root."""
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / "memory" if controllers else root
+        parts = [part for part in group.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            yield base.joinpath(*parts[:depth])
+
+
+def _cgroup_number(folder: Path, what: str) -> int | None:
+    for name in _CGROUP_FILES[what]:
+        try:
+            text = (folder / name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < _NO_LIMIT_BYTES:
+            return int(text)
+    return None
+
+
+def _inactive_file_bytes(folder: Path) -> int:
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "total_inactive_file ")))
+
+
+CPU_ROWS = (
+    ErrorRow(
+        Verdict.TOO_LARGE, RuntimeError, ("defaultcpuallocator: can't allocate memory",), "c10/core/impl/alloc_cpu.cpp"
+    ),
+    ErrorRow(Verdict.TOO_LARGE, RuntimeError, ("defaultcpuallocator: not enough memory",), "alloc_cpu.cpp on Windows"),
+    ErrorRow(Verdict.TOO_LARGE, RuntimeError, ("std::bad_alloc",), "C++ allocations below the Python bindings"),
+    ErrorRow(Verdict.TOO_LARGE, RuntimeError, ("cannot allocate memory",), "strerror(ENOMEM) of mmap and shm_open"),
+    ErrorRow(
+        Verdict.UNCLEAR,
+        RuntimeError,
+        ("could not create a primitive",),
+        "oneDNN under RLIMIT_DATA, seen with torch 2.13",
+    ),
+    ErrorRow(Verdict.UNCLEAR, RuntimeError, ("could not create a memory",), "oneDNN memory objects"),
+    ErrorRow(Verdict.UNCLEAR, RuntimeError, ("could not initialize a memory",), "oneDNN memory objects"),
+    ErrorRow(Verdict.UNCLEAR, RuntimeError, ("could not execute a primitive",), "oneDNN scratch memory"),
+    ErrorRow(Verdict.UNCLEAR, RuntimeError, ("can't start new thread",), "a thread's stack is a mapping like any other"),
+)

@@ -1,0 +1,164 @@
+"""A GPU of any size, made of host memory: counts the live storages and runs out at a capacity.
+
+For tests, for CI and for trying a budget that is not at hand. It counts what tensors hold, each storage rounded as the
+caching allocator rounds it; it has no segments, no context and no library workspaces.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from autoaccum.batches.structure import cloned
+from autoaccum.devices.base import AbstractDevice, Holder, Watch
+from autoaccum.units import format_bytes, parse_size
+
+_BLOCK_BYTES = 512  # kMinBlockSize in c10/core/AllocatorConfig.h: every request is rounded up to it
+
+
+@final
+class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the storages that are alive, and raises in the very operation that takes them above the capacity.
+
+    A storage is counted from the first operation that makes or touches it until its last reference dies. Memory that a
+    kernel uses inside is not seen. Works on fake tensors as on real ones.
+
+    Attributes:
+        live_bytes: Held by the storages now alive.
+        peak_bytes: The most that was held at once.
+    """
+
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.capacity_bytes = capacity_bytes
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.count(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor))
+        out = func(*args, **kwargs)
+        self.count(leaf for leaf in tree_iter((out, args)) if isinstance(leaf, Tensor))  # args: resize_ and set_
+        return out
+
+    def count(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of these tensors from now on.
+
+        Raises:
+            torch.OutOfMemoryError: When they take the total above the capacity.
+        """
+        for tensor in tensors:
+            for part in _dense_parts(tensor):
+                self._count_storage(part.untyped_storage())
+
+    def _count_storage(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, _rounded(storage.nbytes())
+        known = self._sizes.get(key)
+        if known == size:
+            return
+        if known is None:
+            weakref.finalize(storage, self._forget, key).atexit = False
+        grown = size - (known or 0)
+        self._sizes[key] = size
+        self.live_bytes += grown
+        if self.capacity_bytes is not None and grown > 0 and self.live_bytes > self.capacity_bytes:
+            raise torch.OutOfMemoryError(
+                f"virtual device out of memory. Tried to allocate {format_bytes(grown)}. The device has a capacity of "
+                f"{format_bytes(self.capacity_bytes)}, of which {format_bytes(self.live_bytes - grown)} is in use."
+            )
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _forget(self, key: int) -> None:
+        self.live_bytes -= self._sizes.pop(key, 0)
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+
+
+def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that hold the values; a sparse tensor has no storage of its own."""
+    if tensor.layout == torch.strided:
+        yield tensor
+    elif tensor.layout == torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    else:
+        return
+
+
+@final
+class VirtualDevice(AbstractDevice):
+    """A device of a chosen size on which any CPU model runs and really runs out of memory.
+
+    Counts live storages, parameters included, each rounded up to 512 bytes. A batch stays on the host, as a loader's
+    does; each micro-batch is copied to the device when its turn comes.
+
+    Args:
+        capacity_bytes: Its total memory: bytes, or text such as "8GiB".
+
+    Example:
+        >>> VirtualDevice("2GiB").total_bytes()
+        2147483648
+    """
+
+    def __init__(self, capacity_bytes: int | str) -> None:
+        size = parse_size(capacity_bytes, "capacity_bytes")
+        if not isinstance(size, int):
+            raise ValueError(f"capacity_bytes={capacity_bytes!r} is a share; expected a size such as '8GiB'.")
+        self._capacity_bytes = size
+        self._limit_bytes = size
+        self.name = f"virtual:{format_bytes(size)}"
+        self.torch_device = torch.device("cpu")
+
+    def description(self) -> str:
+        return f"virtual device of {format_bytes(self._capacity_bytes)} in host memory"
+
+    def total_bytes(self) -> int:
+        return self._capacity_bytes
+
+    def free_bytes(self) -> int:
+        return self._capacity_bytes
+
+    def held_bytes(self, resident: Sequence[Tensor]) -> int:
+        tracker = StorageTracker()
+        tracker.count(resident)
+        return tracker.live_bytes
+
+    def holders(self) -> tuple[Holder, ...]:
+        return ()
+
+    @contextmanager
+    def limited_to(self, budget_bytes: int) -> Iterator[None]:
+        before = self._limit_bytes
+        self._limit_bytes = min(before, budget_bytes)
+        try:
+            yield
+        finally:
+            self._limit_bytes = before
+
+    @contextmanager
+    def watched(self, resident: Sequence[Tensor]) -> Iterator[Watch]:
+        watch, tracker = Watch(), StorageTracker(self._limit_bytes)
+        try:
+            tracker.count(resident)
+            with tracker:
+                yield watch
+        finally:
+            watch.peak_bytes = watch.peak_allocated_bytes = tracker.peak_bytes
+
+    def release(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def place(self, batch: Any) -> Any:
+        return cloned(batch)
