@@ -157,15 +157,17 @@ COMMON_ROWS = (
 )
 
 
-def recognise(error: BaseException, rows: Sequence[ErrorRow]) -> ErrorRow | None:
+def recognise(error: BaseException, rows: Sequence[ErrorRow], handled: Sequence[BaseException] = ()) -> ErrorRow | None:
     """The first row that fits the error or one of the errors behind it; None for an error of the user's own.
 
     A lost context wins over everything else, a certain row over an unclear one. Errors behind count, because code that
-    catches an out-of-memory error and raises its own was still out of memory.
+    catches an out-of-memory error and raises its own was still out of memory. `handled` are errors that were there before:
+    a search may be started in the handler of an out-of-memory error, which then stands behind every later one.
     """
     if not isinstance(error, Exception):
         return None  # Ctrl-C while an out-of-memory error is handled is still Ctrl-C
-    texts = [(behind, str(behind).lower()) for behind in chain_of(error)]
+    known = {id(earlier) for earlier in handled}
+    texts = [(behind, str(behind).lower()) for behind in chain_of(error) if id(behind) not in known]
     found = [
         row
         for row in rows

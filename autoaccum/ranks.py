@@ -1,0 +1,72 @@
+"""One outcome for all processes of a group: the worst one, exchanged once per trial.
+
+Every rank probes the same sizes in the same order and talks only between trials, never inside one, so an error on one rank
+cannot leave another waiting in a half-done collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+import torch.distributed as dist
+
+from autoaccum.errors import RankMismatchError
+from autoaccum.records import Fit, Outcome, OutOfMemory, Refused
+
+
+class Report(NamedTuple):
+    """What a rank says after a trial: what came of it, the error that ended it, and whether its time is up."""
+
+    outcome: Outcome | None
+    error: str | None = None
+    time_is_up: bool = False
+
+
+@final
+class Ranks:
+    """The processes that train together; one process on its own where no group is initialised.
+
+    Args:
+        process_group: None takes the default group where there is one.
+    """
+
+    def __init__(self, process_group: Any = None) -> None:
+        self._group = process_group
+        self._together = dist.is_available() and dist.is_initialized()
+        self.world_size = dist.get_world_size(process_group) if self._together else 1
+        self.rank = dist.get_rank(process_group) if self._together else 0
+
+    def agree(self, report: Report) -> Report:
+        """The worst of all ranks' outcomes; time is up when it is up anywhere.
+
+        Raises:
+            RankMismatchError: On the ranks that did not fail, naming the one that did.
+        """
+        if self.world_size == 1:
+            return report
+        reports: list[Report] = [report] * self.world_size
+        dist.all_gather_object(reports, report, group=self._group)
+        failed = [(rank, other.error) for rank, other in enumerate(reports) if other.error is not None]
+        if failed and report.error is None:
+            rank, error = failed[0]
+            raise RankMismatchError(f"rank {rank} failed while probing ({error}); its own traceback says where.")
+        outcomes = [other.outcome for other in reports if other.outcome is not None]
+        return Report(worst(outcomes) if outcomes else None, report.error, any(other.time_is_up for other in reports))
+
+
+def worst(outcomes: Sequence[Outcome]) -> Outcome:
+    """The outcome that all ranks must go by: a failure before a fit, a fit with the largest peak and the longest times."""
+    for kind in (OutOfMemory, Refused):
+        found = next((outcome for outcome in outcomes if isinstance(outcome, kind)), None)
+        if found is not None:
+            return found
+    fits = [outcome for outcome in outcomes if isinstance(outcome, Fit)]
+    highest = max(fits, key=lambda fit: fit.peak_bytes)
+    slowest = tuple(max(times) for times in zip(*(fit.step_times_s for fit in fits), strict=False))
+    return Fit(
+        peak_bytes=highest.peak_bytes,
+        peak_allocated_bytes=highest.peak_allocated_bytes,
+        peak_reserved_bytes=highest.peak_reserved_bytes,
+        step_times_s=slowest,
+    )

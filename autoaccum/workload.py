@@ -1,0 +1,405 @@
+"""The user's model, loss and optimizer, as one thing that can take a training step.
+
+Decides how the model is called and what its loss is; checks all of it once, at the door. Knows nothing of budgets or trials.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from autoaccum.batches.layout import BatchDim, shared_second_dim
+from autoaccum.batches.sources import AbstractSource, BatchSource, SplitFn, source_of
+from autoaccum.batches.structure import is_plain_sequence, tensors_in
+from autoaccum.batches.weights import Tokens
+from autoaccum.errors import InvalidRequestError
+from autoaccum.records import MemoryAccount
+
+LossFn = Callable[[Any, Any], Tensor]
+TrainingStep = Callable[[nn.Module, Any], Tensor]
+OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
+Weight = str | Tokens | Callable[[Any], float]
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+@final
+class Workload:
+    """What one training step is made of.
+
+    Args:
+        model: At least one trainable parameter; all parameters on one device. A DDP wrapper is taken off for probing.
+        sample: A batch of any size >= 1, a `Dataset`, a `DataLoader` (never iterated), or a callable `n -> batch`.
+        loss_fn: `loss_fn(output, target)` -> scalar mean loss, for samples shaped `(input, ..., target)`.
+        training_step: `training_step(model, batch)` -> scalar loss; full control, wins over `loss_fn`.
+        optimizer: An `Optimizer` on this model's parameters, or a factory `params -> Optimizer`. None: AdamW.
+        weight: What the loss is a mean over: "samples", `tokens("labels")`, or `batch -> number`.
+        batch_dim: Which dimension holds the rows, where it cannot be seen: an int, or `{leaf name: int or None}`.
+        split: `split(batch, sizes) -> list of micro-batches`, for batches that cannot be cut by rows.
+
+    Raises:
+        InvalidRequestError: When one of them cannot be used as it is; the message says which and what to do.
+
+    Leaves behind:
+        Nothing: the model is neither run nor changed.
+
+    Example:
+        >>> import torch
+        >>> Workload(torch.nn.Linear(4, 2), torch.randn(8, 4)).num_trainable
+        10
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample: Any,
+        *,
+        loss_fn: LossFn | None = None,
+        training_step: TrainingStep | None = None,
+        optimizer: Optimizer | OptimizerFactory | None = None,
+        weight: Weight = "samples",
+        batch_dim: BatchDim = None,
+        split: SplitFn | None = None,
+    ) -> None:
+        _check_callables(loss_fn=loss_fn, training_step=training_step, split=split)
+        if weight != "samples" and not callable(weight):
+            raise InvalidRequestError(
+                f'weight={weight!r} is unknown; expected "samples", autoaccum.tokens("labels"), or a function batch -> number.'
+            )
+        self.model = model
+        self.module = _unwrapped(model)
+        self.device = _single_device(self.module)
+        self.weight = weight
+        self.warnings: list[str] = []
+        self._loss_fn, self._training_step = loss_fn, training_step
+        self._optimizer = _checked_optimizer(optimizer, self.module)
+        self.source: AbstractSource = source_of(sample, batch_dim, split)
+        if isinstance(self.source, BatchSource):
+            _check_sample_device(sample, self.device)
+            if batch_dim is None:
+                _refuse_time_as_rows(sample, self.module)
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """Parameters that get a gradient, a tied one once."""
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    @property
+    def num_trainable(self) -> int:
+        """How many numbers are trained."""
+        return sum(parameter.numel() for parameter in self.trainable)
+
+    @property
+    def own_optimizer(self) -> Optimizer | None:
+        """The user's optimizer, None where one is made for each trial."""
+        return self._optimizer if isinstance(self._optimizer, Optimizer) else None
+
+    @property
+    def optimizer_name(self) -> str:
+        """The optimizer in words."""
+        if self._optimizer is None:
+            return "AdamW (assumed)"
+        named = (
+            self._optimizer
+            if inspect.isroutine(self._optimizer) or inspect.isclass(self._optimizer)
+            else type(self._optimizer)
+        )
+        return str(getattr(named, "__name__", type(self._optimizer).__name__))
+
+    def make_optimizer(self) -> Optimizer:
+        """The user's optimizer, or a fresh one.
+
+        Raises:
+            InvalidRequestError: When the factory returns something else.
+        """
+        if isinstance(self._optimizer, Optimizer):
+            return self._optimizer
+        made = torch.optim.AdamW(self.trainable) if self._optimizer is None else self._optimizer(self.trainable)
+        if not isinstance(made, Optimizer):
+            raise InvalidRequestError(
+                f"the optimizer factory returned {type(made).__name__}; expected a torch.optim.Optimizer."
+            )
+        _check_step(made)
+        return made
+
+    def resident(self) -> list[Tensor]:
+        """Tensors that are on the device whether or not a step runs: parameters, buffers, optimizer state."""
+        state = [] if self.own_optimizer is None else list(self.own_optimizer.state.values())
+        found = [*self.module.parameters(), *self.module.buffers(), *tree_leaves(state)]
+        return [tensor for tensor in found if isinstance(tensor, Tensor)]
+
+    def account(self, optimizer_state_bytes: int | None = None) -> MemoryAccount:
+        """Where the memory goes that does not depend on the batch; a tied weight counts once."""
+        trainable = self.trainable
+        frozen = [parameter for parameter in self.module.parameters() if not parameter.requires_grad]
+        return MemoryAccount(
+            trainable_bytes=num_bytes(trainable),
+            frozen_bytes=num_bytes(frozen),
+            buffer_bytes=num_bytes(self.module.buffers()),
+            gradient_bytes=num_bytes(trainable),
+            optimizer_state_bytes=optimizer_state_bytes,
+            trainable_parameters=sum(parameter.numel() for parameter in trainable),
+            frozen_parameters=sum(parameter.numel() for parameter in frozen),
+        )
+
+    def training_batch_norms(self) -> list[str]:
+        """Names of the BatchNorm layers that normalise by the batch they see."""
+        return [
+            name or type(module).__name__
+            for name, module in self.module.named_modules()
+            if isinstance(module, _BATCH_NORMS) and (module.training or module.running_mean is None)
+        ]
+
+    def set_training_mode(self) -> None:
+        """Train mode where the whole model is in eval mode, as a freshly loaded one is; BatchNorm stays as it is.
+
+        A model whose root is in train mode is left alone: the user has chosen which parts are frozen.
+        """
+        if self.module.training:
+            return
+        self.warn(
+            "The model is in eval mode. It was probed in train mode, its BatchNorm layers left frozen; "
+            "call model.train() first if they are to be trained."
+        )
+        for module in self.module.modules():
+            if not isinstance(module, _BATCH_NORMS):
+                module.training = True
+
+    def loss(self, batch: Any) -> Tensor:
+        """The scalar mean loss of one micro-batch, with its graph.
+
+        Raises:
+            InvalidRequestError: When it is not a scalar, has no gradient, or the batch has not the shape `loss_fn` needs.
+            Exception: Whatever the user's code raises.
+        """
+        if self._training_step is not None:
+            return _checked_loss(self._training_step(self.module, batch), "training_step")
+        if self._loss_fn is not None:
+            inputs, target = _inputs_and_target(batch)
+            return _checked_loss(self._loss_fn(_call(self.module, inputs), target), "loss_fn")
+        output = self._call_with_all(batch)
+        own = _own_loss(output)
+        return _checked_loss(self._mean_of(output) if own is None else own, "the model")
+
+    def warn(self, text: str) -> None:
+        """Say something once."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+
+    def _call_with_all(self, batch: Any) -> Any:
+        """Call the model with a whole batch; a pair for a model of one argument is taken as (input, target)."""
+        if is_plain_sequence(batch) and not _is_item_list(batch) and not _binds(self.module, *batch) and len(batch) > 1:
+            self.warn(
+                "The sample's last part was taken as the target and not used, since there is no loss_fn and the model "
+                "does not take it."
+            )
+            return _call(self.module, _inputs_and_target(batch)[0])
+        return _call(self.module, batch)
+
+    def _mean_of(self, output: Any) -> Tensor:
+        self.warn(
+            "No loss was given and the model returns none: the mean of its outputs was used. The memory figures hold for "
+            "everything but the loss itself; pass loss_fn= or training_step= to include it."
+        )
+        parts = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not parts:
+            raise InvalidRequestError(
+                "the model's output has no part with a gradient and no loss; pass training_step=(model, batch) -> loss."
+            )
+        return torch.stack([part.float().mean() for part in parts]).mean()
+
+
+def num_bytes(tensors: Iterable[Any]) -> int:
+    """Bytes that these tensors hold, a shared storage once."""
+    storages = {}
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@contextmanager
+def step_hooks_suspended(optimizer: Optimizer) -> Iterator[None]:
+    """Leave out the optimizer's step hooks while inside: they feed averages and loggers that no snapshot can put back."""
+    registries = [vars(optimizer).get(name) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
+    kept = [(registry, dict(registry)) for registry in registries if registry]
+    for registry, _ in kept:
+        registry.clear()
+    try:
+        yield
+    finally:
+        for registry, hooks in kept:
+            registry.update(hooks)
+
+
+def _check_callables(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise InvalidRequestError(f"{name}={value!r} cannot be called; expected a function.")
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise InvalidRequestError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
+    # A DDP forward outside no_sync arms its reducer; the module inside needs the same memory but for the buckets.
+    module = model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else model
+    if not isinstance(module, nn.Module):
+        raise InvalidRequestError("the wrapped model holds no torch.nn.Module.")
+    parameters = list(module.parameters())
+    if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in parameters):
+        raise InvalidRequestError("the model has lazy parameters without a shape; run one forward pass first.")
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise InvalidRequestError(
+            f"model {type(module).__name__} has no trainable parameter ({len(parameters)} frozen ones); "
+            "expected at least one with requires_grad=True."
+        )
+    return module
+
+
+def _single_device(module: nn.Module) -> torch.device:
+    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    if len(devices) > 1:
+        raise InvalidRequestError(
+            f"the model's tensors are on several devices ({', '.join(sorted(map(str, devices)))}); expected one."
+        )
+    device = devices.pop()
+    if device.type == "meta":
+        raise InvalidRequestError("the model is on the meta device and holds no values; expected cpu or a GPU.")
+    return device
+
+
+def _check_sample_device(sample: Any, device: torch.device) -> None:
+    """Host tensors go to the model's device micro-batch by micro-batch; anything else must be there already."""
+    others = {tensor.device for tensor in tensors_in(sample)} - {device, torch.device("cpu")}
+    if others:
+        raise InvalidRequestError(
+            f"the model is on {device} and the sample on {', '.join(sorted(map(str, others)))}; "
+            "expected the sample on the model's device or on the cpu."
+        )
+
+
+def _refuse_time_as_rows(sample: Any, module: nn.Module) -> None:
+    """Where the model has layers that take time first, a sample whose tensors all share two dimensions is ambiguous."""
+    second = shared_second_dim(sample)
+    time_first = [
+        name or type(layer).__name__
+        for name, layer in module.named_modules()
+        if isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) and not layer.batch_first
+    ]
+    if second is not None and time_first:
+        raise InvalidRequestError(
+            f"the sample's first dimension may be time: layer {time_first[0]!r} has batch_first=False, and every tensor has "
+            f"a second dimension of {second}. Say where the rows are: batch_dim=0 or batch_dim=1."
+        )
+
+
+def _checked_optimizer(optimizer: Any, module: nn.Module) -> Optimizer | OptimizerFactory | None:
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, Optimizer):
+        if not callable(optimizer):
+            raise InvalidRequestError(
+                f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer or a factory "
+                "params -> Optimizer."
+            )
+        made: OptimizerFactory = optimizer
+        return made
+    own = {id(parameter) for parameter in module.parameters()}
+    foreign = [parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) not in own]
+    if foreign:
+        raise InvalidRequestError(
+            f"the optimizer holds {len(foreign)} parameters that are not the model's (the first has shape "
+            f"{tuple(foreign[0].shape)}); expected an optimizer over model.parameters(). "
+            "Was the model replaced after it was made?"
+        )
+    _check_step(optimizer)
+    return optimizer
+
+
+def _check_step(optimizer: Optimizer) -> None:
+    parameters = inspect.signature(optimizer.step).parameters.values()
+    if isinstance(optimizer, torch.optim.LBFGS) or any(p.name == "closure" and p.default is p.empty for p in parameters):
+        raise InvalidRequestError(
+            f"{type(optimizer).__name__} evaluates a closure several times per step, which accumulation cannot give it; "
+            "use an optimizer whose step() takes no closure."
+        )
+
+
+def _checked_loss(loss: Any, origin: str) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise InvalidRequestError(f"{origin} returned {type(loss).__name__} as the loss; expected a scalar tensor.")
+    if loss.numel() != 1:
+        raise InvalidRequestError(
+            f"{origin} returned a loss of shape {tuple(loss.shape)}, which is not a scalar; reduce it, for example with "
+            ".mean()."
+        )
+    if not loss.requires_grad:
+        raise InvalidRequestError(
+            f"{origin} returned a loss that does not require grad: nothing trainable leads to it. "
+            "Was it detached, converted with .item(), or computed under no_grad?"
+        )
+    return loss if loss.ndim == 0 else loss.reshape(())
+
+
+def _inputs_and_target(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, Sequence) or isinstance(batch, (str, bytes)) or len(batch) < 2:
+        raise InvalidRequestError(
+            f"loss_fn needs samples shaped (input, target); this one is a {type(batch).__name__}. "
+            "Pass training_step=(model, batch) -> loss instead."
+        )
+    return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
+
+
+def _call(module: nn.Module, inputs: Any) -> Any:
+    """Call with keywords for a mapping, with positions for a tuple or list of arguments, else with the one value."""
+    if isinstance(inputs, Mapping) and all(isinstance(key, str) for key in inputs) and _binds(module, **inputs):
+        return module(**inputs)
+    if is_plain_sequence(inputs) and not _is_item_list(inputs) and _binds(module, *inputs):
+        return module(*inputs)
+    return module(inputs)
+
+
+def _binds(module: nn.Module, *args: Any, **kwargs: Any) -> bool:
+    """Whether the forward of the module can be called so; when that cannot be seen, it is taken to be."""
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_item_list(batch: Any) -> bool:
+    """A list of per-item mappings or pairs, which goes to the model as one argument."""
+    return (
+        isinstance(batch, list)
+        and bool(batch)
+        and (all(isinstance(item, Mapping) for item in batch) or all(isinstance(item, tuple) for item in batch))
+    )
+
+
+def _own_loss(output: Any) -> Tensor | None:
+    """The loss that the model itself returns, None when it returns none."""
+    if isinstance(output, Tensor):
+        return output if output.numel() == 1 else None
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(named, Tensor):
+        return named
+    if isinstance(output, Mapping):
+        parts = [part for part in output.values() if isinstance(part, Tensor)]
+        scalars = bool(parts) and len(parts) == len(output) and all(part.numel() == 1 for part in parts)
+        return torch.stack([part.reshape(()) for part in parts]).sum() if scalars else None
+    if isinstance(output, tuple) and output and isinstance(output[0], Tensor) and output[0].ndim == 0:
+        return output[0]
+    return None
