@@ -228,11 +228,10 @@ class PlanRecord(Record, frozen=True, kw_only=True, tag_field="record", tag="aut
     def __post_init__(self) -> None:
         """Refuse a plan that would change what is learned; a file can hold anything."""
         sizes = self.micro_batch_sizes
-        share = self.target_batch // self.world_size + (self.rank < self.target_batch % self.world_size)
         sound = (
             self.effective_batch == self.target_batch
             and 0 <= self.rank < self.world_size
-            and sum(sizes) == share
+            and sum(sizes) == self.target_batch // self.world_size + (self.rank < self.target_batch % self.world_size)
             and min(sizes, default=0) >= 1
             and self.accumulation_steps == len(sizes)
             and max(sizes) == self.micro_batch <= self.max_micro_batch

@@ -110,19 +110,19 @@ def near_targets(share: int, limit: int, *, at_least: int = 1, multiple_of: int 
         >>> near_targets(97, 10)
         ((96, 8, 12), (99, 9, 11), (100, 10, 10))
     """
-    good = max(at_least, 1, -(-3 * limit // 4))
+    full = max(limit // multiple_of * multiple_of, multiple_of)
+    good = max(at_least, 1, -(-3 * full // 4))
 
     def fitting(other: int) -> bool:
         size = largest_divisor(other, limit, at_least=at_least, multiple_of=multiple_of)
         return size is not None and size >= min(good, other)
 
-    full = max(limit // multiple_of * multiple_of, multiple_of)
     below = next((other for other in range(share - 1, 0, -1) if fitting(other)), None)
     above = next((other for other in range(share + 1, share + full + 1) if fitting(other)), None)
     exact = min((share // full * full or full, -(-share // full) * full), key=lambda other: abs(other - share))
     found = sorted({other for other in (below, above, exact) if other}, key=lambda other: (abs(other - share), other))
-    sizes = {other: largest_divisor(other, limit, at_least=at_least, multiple_of=multiple_of) or full for other in found}
-    return tuple((other, sizes[other], other // sizes[other]) for other in found)
+    sizes = {other: largest_divisor(other, limit, at_least=at_least, multiple_of=multiple_of) for other in found}
+    return tuple((other, size, other // size) for other, size in sizes.items() if size is not None)
 
 
 def check_target(target_batch: object, world_size: int) -> int:

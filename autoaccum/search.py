@@ -89,7 +89,8 @@ def propose(
     if low >= high or now.num_probes >= probe_ceiling(ladder):
         return None
     if now.best is None:
-        return ladder[low] if now.ceiling is None else ladder[(low + high) // 2]
+        doubled_floor = min(bisect_left(ladder, 2 * now.floor), high - 1)
+        return ladder[max(low, doubled_floor)] if now.ceiling is None else ladder[(low + high) // 2]
     if now.ceiling is not None and now.ceiling - now.best <= tolerance_frac * now.best:
         return None
     predicted = None if budget_bytes is None else _predicted_limit(trials, now, budget_bytes)
@@ -101,7 +102,7 @@ def propose(
 
 def probe_ceiling(ladder: Sequence[int]) -> int:
     """More probes than any sound search over this ladder needs; the search ends there whatever happens."""
-    return _most_probes(ladder[-1] / ladder[0]) + 8 if ladder else 0
+    return _most_probes(max(ladder[-1] / ladder[0], len(ladder))) + 8 if ladder else 0
 
 
 def _most_probes(limit: float) -> int:

@@ -6,6 +6,7 @@ Knows nothing of devices: a share ("80%") stays a share until a device says what
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import NamedTuple
 
 from autoaccum.errors import InvalidRequestError
@@ -53,9 +54,7 @@ def parse_size(value: object, name: str = "budget") -> int | Share:
         return Share(number / 100)
     if unit not in _UNIT_BYTES:
         raise InvalidRequestError(f"{name}={_shown(value)} has the unknown unit {match[2]!r}; {_EXPECTED}.")
-    if "." not in match[1]:
-        return _positive(int(match[1]) * _UNIT_BYTES[unit], value, name)
-    return _positive(int(number * _UNIT_BYTES[unit]), value, name)
+    return _positive(int(Fraction(match[1]) * _UNIT_BYTES[unit]), value, name)  # a float would lose bytes
 
 
 def format_bytes(num_bytes: int | None) -> str:
@@ -86,7 +85,7 @@ def format_seconds(seconds: float | None) -> str:
     """
     if seconds is None:
         return "-"
-    if seconds >= 1:
+    if seconds >= 0.9995:  # what would be shown as 1000 ms
         return f"{seconds:.3g} s" if seconds < 10 else f"{seconds:.1f} s"
     return f"{seconds * 1e3:.3g} ms"
 
@@ -100,5 +99,8 @@ def _positive(num_bytes: int, value: object, name: str) -> int:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not write out a whole number of more than 4300 digits
+        text = f"a {type(value).__name__} too long to show"
     return text if len(text) <= 80 else text[:77] + "..."

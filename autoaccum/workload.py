@@ -72,7 +72,8 @@ class Workload:
         _check_callables(loss_fn=loss_fn, training_step=training_step, split=split)
         if weight != "samples" and not callable(weight):
             raise InvalidRequestError(
-                f'weight={weight!r} is unknown; expected "samples", autoaccum.tokens("labels"), or a function batch -> number.'
+                f"weight={weight!r} is unknown; expected 'samples', autoaccum.tokens('labels'), or a function "
+                "batch -> number."
             )
         self.model = model
         self.module = _unwrapped(model)

@@ -33,7 +33,7 @@ def take_rows(batch: Any, layout: Layout, count: int) -> Any:
 
 
 def narrow_rows(batch: Any, layout: Layout, start: int, count: int) -> Any:
-    """Rows `start` to `start + count`, as views; contiguous, because cuDNN refuses a state that is not."""
+    """Rows `start` to `start + count`, tensors as views; contiguous, because cuDNN refuses a state that is not."""
 
     def cut(leaf: Any, how: int | str | None) -> Any:
         if how is None:

@@ -6,7 +6,8 @@ A time axis cut by mistake would run and give a wrong gradient, so nothing is gu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from autoaccum.batches.structure import (
@@ -16,6 +17,7 @@ from autoaccum.batches.structure import (
     is_plain_sequence,
     leaves_of,
     name_of,
+    nodes_of,
 )
 from autoaccum.errors import InvalidRequestError
 
@@ -28,6 +30,9 @@ _REMEDY = (
 )
 
 
+Cuts = Mapping[tuple[str, ...], int | str]
+
+
 class Layout(NamedTuple):
     """Where the rows of a batch are: `cuts` maps the path of a leaf to its dimension, or to "items" for a list."""
 
@@ -36,11 +41,20 @@ class Layout(NamedTuple):
 
 
 class Carrier(NamedTuple):
-    """Something that may hold the rows: every reading is a number of rows with the cuts that go with it."""
+    """Something that may hold the rows: every reading is a number of rows with the cuts that go with it.
+
+    Attributes:
+        doubtful: Readings that another part of the batch has to confirm.
+        by_items: The other cuts of a reading that is two in one: three images of three channels are three rows both ways.
+        partly: Cuts of those parts that have a number of rows which not all parts share.
+    """
 
     path: tuple[str, ...]
-    readings: Mapping[int, Mapping[tuple[str, ...], int | str]]
+    readings: Mapping[int, Cuts]
     holds_tensors: bool
+    doubtful: frozenset[int] = frozenset()
+    by_items: Mapping[int, Cuts] = MappingProxyType({})
+    partly: Mapping[int, Cuts] = MappingProxyType({})
 
 
 def find_layout(batch: Any, batch_dim: BatchDim = None, *, rows: int | None = None) -> Layout:
@@ -52,7 +66,7 @@ def find_layout(batch: Any, batch_dim: BatchDim = None, *, rows: int | None = No
     Args:
         batch: A tensor, array, tuple, list, mapping, dataclass or named tuple, nested.
         batch_dim: The dimension that holds the rows: one for all tensors, or by leaf name. A name is the path of keys
-            and indices joined by dots ("labels", "0", "1.boxes"); None passes that leaf on whole.
+            and indices joined by dots ("labels", "0", "1.boxes"); None passes that leaf, or that container, on whole.
         rows: How many rows the batch must have, where the caller knows.
 
     Raises:
@@ -71,6 +85,18 @@ def find_layout(batch: Any, batch_dim: BatchDim = None, *, rows: int | None = No
     return layout
 
 
+def refuse_doubtful_layout(batch: Any, layout: Layout, batch_dim: BatchDim = None) -> None:
+    """Refuse a layout that was found where the rows may as well be in another dimension, as in time-major batches.
+
+    Raises:
+        InvalidRequestError: With the names of the leaves and the remedy.
+    """
+    if batch_dim is None:
+        _refuse_other_reading(batch, layout)
+    if not isinstance(batch_dim, int):
+        _refuse_hidden_rows(batch, layout, batch_dim)
+
+
 def _layout_by_vote(carriers: list[Carrier], rows: int | None) -> Layout:
     with_tensors = [carrier for carrier in carriers if carrier.holds_tensors]
     voters = with_tensors or carriers
@@ -78,14 +104,13 @@ def _layout_by_vote(carriers: list[Carrier], rows: int | None) -> Layout:
         raise InvalidRequestError(f"the sample holds no tensor with a dimension of rows. {_REMEDY}")
     votes = Counter(size for carrier in voters for size in carrier.readings)
     if rows is not None and rows in votes:
-        chosen = rows
-    else:
-        chosen = max(votes, key=lambda size: (votes[size], -_order(voters, size)))
-        _refuse_ambiguity(voters, votes, chosen)
-    cuts: dict[tuple[str, ...], int | str] = {}
-    for carrier in carriers:
-        cuts.update(carrier.readings.get(chosen, {}))
-    return Layout(chosen, cuts)
+        return Layout(rows, _cuts_for(carriers, rows))
+    chosen = max(votes, key=lambda size: (votes[size], -_order(voters, size)))
+    rivals = {size for size, count in votes.items() if size != chosen and count == votes[chosen]}
+    doubted = all(chosen in carrier.doubtful for carrier in voters if chosen in carrier.readings)
+    if doubted or (rivals and votes[chosen] < len(voters)):
+        raise InvalidRequestError(f"the rows of the sample cannot be told: {described(voters)}. {_REMEDY}")
+    return Layout(chosen, _cuts_for(carriers, chosen))
 
 
 def _order(voters: list[Carrier], size: int) -> int:
@@ -93,21 +118,17 @@ def _order(voters: list[Carrier], size: int) -> int:
     return min(list(carrier.readings).index(size) for carrier in voters if size in carrier.readings)
 
 
-def _refuse_ambiguity(voters: list[Carrier], votes: Counter[int], chosen: int) -> None:
-    unanimous = votes[chosen] == len(voters)
-    rivals = [size for size, count in votes.items() if size != chosen and count == votes[chosen]]
-    image_like = [
-        carrier
-        for carrier in voters
-        if unanimous and len(carrier.readings) > 1 and chosen in _CHANNELS and _is_list_of_images(carrier, chosen)
-    ]
-    if (rivals and not unanimous) or image_like:
-        raise InvalidRequestError(f"the rows of the sample cannot be told: {described(voters)}. {_REMEDY}")
-
-
-def _is_list_of_images(carrier: Carrier, chosen: int) -> bool:
-    """A list of tensors that share their first dimension, which is as small as a number of colour channels."""
-    return all(path != carrier.path for path in carrier.readings[chosen]) and len(carrier.readings[chosen]) > 1
+def _cuts_for(carriers: list[Carrier], rows: int) -> dict[tuple[str, ...], int | str]:
+    """How each part is cut for this number of rows; where both is possible, like another list that is cut by items."""
+    cuts: dict[tuple[str, ...], int | str] = {}
+    list_beside = any("items" in c.readings.get(rows, {}).values() for c in carriers if c.holds_tensors)
+    for carrier in carriers:
+        if rows in carrier.by_items and not list_beside:
+            raise InvalidRequestError(
+                f"{name_of(carrier.path)} can be {rows} items, or {rows} rows within every item. {_REMEDY}"
+            )
+        cuts.update(carrier.by_items.get(rows) or carrier.readings.get(rows) or carrier.partly.get(rows, {}))
+    return cuts
 
 
 def described(carriers: list[Carrier]) -> str:
@@ -115,31 +136,95 @@ def described(carriers: list[Carrier]) -> str:
     return ", ".join(f"{name_of(c.path)} has {' or '.join(map(str, c.readings))} rows" for c in carriers[:8])
 
 
-def carriers_of(node: Any, path: tuple[str, ...] = ()) -> Iterator[Carrier]:
-    """The parts of a batch that may hold its rows, each with its readings, the preferred one first."""
+def carriers_of(node: Any, path: tuple[str, ...] = (), settled: Collection[tuple[str, ...]] = ()) -> Iterator[Carrier]:
+    """The parts of a batch that may hold its rows, each with its readings, the preferred one first.
+
+    Args:
+        node: The batch, or a part of it.
+        path: Where that part is.
+        settled: Paths about which nothing is left to be told; a list that holds one is not a list of rows.
+    """
+    if path in settled:
+        return
     if is_array(node):
         if node.ndim:
             yield Carrier(path, {int(node.shape[0]): {path: 0}}, True)
         return
-    children = list(children_of(node))
-    if not is_plain_sequence(node):
-        for key, child in children:
-            yield from carriers_of(child, (*path, key))
-        return
-    inner = [carrier for key, child in children for carrier in carriers_of(child, (*path, key))]
+    children = [child for _, child in children_of(node)]
+    inner = [carrier for key, child in children_of(node) for carrier in carriers_of(child, (*path, key), settled)]
     with_tensors = [carrier for carrier in inner if carrier.holds_tensors]
-    as_items = {len(children): {path: "items"}} if children else {}
-    if not with_tensors:
-        if children:
-            yield Carrier(path, as_items, False)
-        return
-    if not _alike([child for _, child in children]):
+    partly_settled = any(covers(done, path) for done in settled)
+    if not is_plain_sequence(node) or partly_settled or (with_tensors and not _are_items(children)):
         yield from inner
-        return
-    shared = set.intersection(*(set(carrier.readings) for carrier in with_tensors))
-    inside = {size: {k: v for c in inner for k, v in c.readings.get(size, {}).items()} for size in sorted(shared)}
-    mappings = isinstance(children[0][1], Mapping)  # a list of dicts is a list of items, as detection models take
-    yield Carrier(path, {**as_items, **inside} if mappings else {**inside, **as_items}, True)
+    elif not with_tensors:
+        if children:
+            yield Carrier(path, {len(children): {path: "items"}}, False)
+    else:
+        yield _carrier_of_list(node, path, children, inner)
+
+
+def _carrier_of_list(node: Any, path: tuple[str, ...], children: list[Any], inner: list[Carrier]) -> Carrier:
+    """The readings of a list that holds tensors: its items are the rows, or its items share the rows inside."""
+    voters = [carrier.readings for carrier in inner if carrier.holds_tensors]
+    inside = {
+        size: _merged(c.readings.get(size) or c.partly.get(size, {}) for c in inner)
+        for size in {size: None for c in inner for size in (*c.readings, *c.partly)}
+    }
+    shared = {size: cuts for size, cuts in inside.items() if all(size in readings for readings in voters)}
+    partly = {size: cuts for size, cuts in inside.items() if size not in shared}
+    as_items: Mapping[int, Cuts] = {len(children): {path: "items"}}
+    if all(_is_record(child) for child in children):
+        sure = all(_has_a_whole_part(child) for child in children) or not shared.keys() - as_items.keys()
+        doubtful = frozenset() if sure else frozenset(as_items)
+        return Carrier(path, {**as_items, **shared, **as_items}, True, doubtful, partly=partly)
+    doubtful = frozenset(_doubts(node, children, shared))
+    by_items = {
+        size: _merged(c.by_items.get(size) or c.readings.get(size, {}) for c in inner)
+        for size in shared
+        if any(size in c.by_items for c in inner)
+    }
+    by_items |= {size: cuts for size, cuts in as_items.items() if size in doubtful and size in shared}
+    return Carrier(path, {**shared, **as_items, **shared}, True, doubtful, by_items, partly)
+
+
+def _doubts(node: Any, children: list[Any], shared: Mapping[int, Cuts]) -> Iterator[int]:
+    """The numbers of rows of a list that something else in the batch has to confirm."""
+    shapes = [leaf.shape for child in children for _, leaf in leaves_of(child) if is_array(leaf)]
+    image_like = len(children) > 1 and all(len(shape) == 3 for shape in shapes)
+    for size, cuts in shared.items():
+        if image_like and size in _CHANNELS:  # images with these channels, or a batch with these rows
+            yield size
+        if isinstance(node, list) and "items" in cuts.values():  # a list of pairs, or a pair of lists
+            yield size
+    if not shared and (isinstance(node, tuple) or set.intersection(*(set(shape) for shape in shapes)) - {1}):
+        yield len(children)  # items of any length, or an input beside something else, or batches with time first
+
+
+def _merged(several: Iterable[Cuts]) -> Cuts:
+    return {path: how for cuts in several for path, how in cuts.items()}
+
+
+def _is_record(child: Any) -> bool:
+    """Whether it looks like a single row, so that a list of its like is a list of rows, as detection models take.
+
+    That is a mapping, a dataclass, a named tuple, or a tuple of unlike things of which one cannot hold rows of its own.
+    """
+    if not is_plain_sequence(child):
+        return not is_array(child)
+    return not _alike(list(child)) and (_has_a_whole_part(child) or any(isinstance(part, Mapping) for part in child))
+
+
+def _has_a_whole_part(child: Any) -> bool:
+    """Whether some part is a number or a text: a batch of rows would have a tensor or a list of them."""
+    return any(
+        not part.ndim if is_array(part) else isinstance(part, (str, bytes, int, float)) for _, part in children_of(child)
+    )
+
+
+def _are_items(children: list[Any]) -> bool:
+    """Whether the elements of a list could be as many rows; lists of unlike things side by side are columns of rows."""
+    in_columns = all(is_plain_sequence(child) and child and _alike(list(child)) for child in children)
+    return _alike(children) and not (in_columns and not _alike([child[0] for child in children]))
 
 
 def _alike(children: list[Any]) -> bool:
@@ -163,10 +248,11 @@ def _layout_by_dim(batch: Any, batch_dim: int) -> Layout:
 
 
 def _layout_by_name(batch: Any, dims: Mapping[str, int | None], rows: int | None) -> Layout:
-    named = {name_of(path): (path, leaf) for path, leaf in leaves_of(batch)}
+    named = {name_of(path): (path, node) for path, node in nodes_of(batch)}
     unknown = [name for name in dims if name not in named]
     if unknown:
-        raise InvalidRequestError(f"batch_dim names {unknown[0]!r}, which the sample lacks; its leaves: {sorted(named)}.")
+        leaves = sorted(name_of(path) for path, _ in leaves_of(batch))
+        raise InvalidRequestError(f"batch_dim names {unknown[0]!r}, which the sample lacks; its leaves: {leaves}.")
     cuts: dict[tuple[str, ...], int | str] = {}
     sizes: dict[str, int] = {}
     for name, dim in dims.items():
@@ -178,33 +264,36 @@ def _layout_by_name(batch: Any, dims: Mapping[str, int | None], rows: int | None
             raise InvalidRequestError(f"leaf {name!r} {shape} has no dimension {dim}. {_REMEDY}")
         cuts[path] = dim % leaf.ndim
         sizes[name] = int(leaf.shape[dim])
-    others = [c for c in carriers_of(batch) if not any(covers(named[name][0], c.path) for name in dims)]
+    others = list(carriers_of(batch, settled={named[name][0] for name in dims}))
     if not sizes:
         return _layout_by_vote(others, rows)
     if len(set(sizes.values())) > 1:
         raise InvalidRequestError(f"batch_dim gives different numbers of rows: {sizes}. {_REMEDY}")
     found = next(iter(sizes.values()))
-    for carrier in others:
-        cuts.update(carrier.readings.get(found, {}))
-    return Layout(found, cuts)
+    return Layout(found, {**cuts, **_cuts_for(others, found)})
 
 
-def refuse_hidden_rows(batch: Any, layout: Layout, batch_dim: Mapping[str | int, int | None] | None) -> None:
+def _refuse_hidden_rows(batch: Any, layout: Layout, batch_dim: Mapping[str | int, int | None] | None) -> None:
     """Refuse to pass a tensor on whole that has the rows in another dimension, as the start state of an RNN has."""
-    declared = {str(name) for name in batch_dim or ()}
+    declared = [f"{name}." for name in batch_dim or ()]
     for path, leaf in leaves_of(batch):
-        if not is_array(leaf) or name_of(path) in declared or any(covers(path, cut) for cut in layout.cuts):
+        if not is_array(leaf) or any(covers(path, cut) for cut in layout.cuts):
             continue
-        if layout.rows in leaf.shape and layout.rows > 1:
+        if layout.rows in leaf.shape and layout.rows > 1 and not f"{name_of(path)}.".startswith((*declared,)):
             raise InvalidRequestError(
                 f"leaf {name_of(path)!r} {tuple(leaf.shape)} has no leading dimension of {layout.rows} rows, "
                 f"but another one of that length. {_REMEDY}"
             )
 
 
-def refuse_other_reading(batch: Any) -> None:
+def _refuse_other_reading(batch: Any, layout: Layout) -> None:
     """Refuse to guess where leading dimensions differ but another length is common to all tensors."""
-    shapes = [leaf.shape for _, leaf in leaves_of(batch) if is_array(leaf) and leaf.ndim]
+    lists = [path for path, how in layout.cuts.items() if how == "items"]
+    shapes = [
+        leaf.shape
+        for path, leaf in leaves_of(batch)
+        if is_array(leaf) and leaf.ndim and not any(covers(path, of_items) for of_items in lists)
+    ]
     leading = {int(shape[0]) for shape in shapes}
     in_all = set.intersection(*(set(map(int, shape)) for shape in shapes)) - leading - {1} if shapes else set()
     if len(leading) > 1 and in_all:

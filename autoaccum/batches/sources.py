@@ -5,27 +5,28 @@ from __future__ import annotations
 import copy
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, final
+from typing import Any, ClassVar, TypeVar, final
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SubsetRandomSampler, default_collate
 
 from autoaccum.batches.cutting import split_rows_of, take_rows
 from autoaccum.batches.layout import (
     BatchDim,
+    Layout,
     carriers_of,
     describe,
     described,
     find_layout,
-    refuse_hidden_rows,
-    refuse_other_reading,
+    refuse_doubtful_layout,
 )
 from autoaccum.batches.structure import (
     children_of,
+    cloned,
     is_array,
     leaves_of,
     tensors_in,
@@ -33,6 +34,7 @@ from autoaccum.batches.structure import (
 from autoaccum.errors import InvalidRequestError
 
 SplitFn = Callable[[Any, Sequence[int]], Sequence[Any]]
+T = TypeVar("T")
 
 _ITEMS_LOOKED_AT = 2000  # enough to meet the long tail of a shuffled data set; spread evenly over a longer one
 _LOOKING_TIME_S = 3.0  # decoding images can take milliseconds each; the search itself takes seconds
@@ -44,10 +46,12 @@ class AbstractSource(ABC):
     Attributes:
         length: How many distinct rows there are, None when not known or when the rows are only an example.
         description: In words, what the probe batch is made of.
+        cuts_views: Micro-batches are views of one batch, so that the whole of it stays in memory.
     """
 
     length: int | None
     description: str
+    cuts_views: ClassVar[bool] = False
 
     @abstractmethod
     def take(self, count: int) -> Any:
@@ -62,15 +66,14 @@ class AbstractSource(ABC):
 class BatchSource(AbstractSource):
     """An example batch, whose rows are repeated."""
 
+    cuts_views: ClassVar[bool] = True
+
     length = None
 
     def __init__(self, batch: Any, batch_dim: BatchDim) -> None:
         self._batch = batch
         self._layout = find_layout(batch, batch_dim)
-        if batch_dim is None:
-            refuse_other_reading(batch)
-        if not isinstance(batch_dim, int):
-            refuse_hidden_rows(batch, self._layout, batch_dim)
+        refuse_doubtful_layout(batch, self._layout, batch_dim)
         self.description = "the sample's " + describe(batch, self._layout)
 
     def take(self, count: int) -> Any:
@@ -100,10 +103,20 @@ class SplitSource(AbstractSource):
 
     def micro_batches(self, sizes: Sequence[int]) -> list[Any]:
         rest = (self.length or 0) - sum(sizes)
-        parts = list(self._split(copy.deepcopy(self._batch), [*sizes, rest] if rest else list(sizes)))
-        if len(parts) < len(sizes):
-            raise InvalidRequestError(f"split(batch, {list(sizes)}) gave {len(parts)} micro-batches; expected {len(sizes)}.")
-        return parts[: len(sizes)]
+        if rest >= 0:
+            return _parts_of(self._split, copy.deepcopy(self._batch), sizes, rest)
+        if len(sizes) == 1:
+            raise InvalidRequestError(f"the sample has {self.length} rows where {sizes[0]} were asked for.")
+        return [self.take(size) for size in sizes]
+
+
+def _parts_of(split: SplitFn, batch: Any, sizes: Sequence[int], rest: int = 0) -> list[Any]:
+    """What the caller's `split` makes of the batch, without the part that holds the rest."""
+    wanted = [*sizes, rest] if rest else list(sizes)
+    parts = list(split(batch, wanted))
+    if len(parts) != len(wanted):
+        raise InvalidRequestError(f"split(batch, {wanted}) gave {len(parts)} micro-batches; expected {len(wanted)}.")
+    return parts[: len(sizes)]
 
 
 @final
@@ -144,8 +157,17 @@ def _check_row_count(batch: Any, count: int, batch_dim: BatchDim) -> None:
 class ItemSource(AbstractSource):
     """A data set, and how its items are put together. The largest of the items looked at are used."""
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], batch_dim: BatchDim, indices: Any = None) -> None:
-        self._dataset, self._collate, self._batch_dim = dataset, collate, batch_dim
+    cuts_views: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        batch_dim: BatchDim,
+        split: SplitFn | None = None,
+        indices: Any = None,
+    ) -> None:
+        self._dataset, self._collate, self._batch_dim, self._split = dataset, collate, batch_dim, split
         self._kept: dict[int, Any] = {}
         if isinstance(dataset, IterableDataset):
             self.length, sizes = None, self._look_at_stream()
@@ -153,7 +175,7 @@ class ItemSource(AbstractSource):
             self.length, sizes = self._look_at_items(range(len(dataset)) if indices is None else indices)
         if not sizes:
             raise InvalidRequestError("the sample is an empty data set; expected at least one item.")
-        self._order = sorted(sizes, key=lambda index: -sizes[index])
+        self._order = sorted(sizes, key=lambda index: (-sizes[index], index))
         spread = {sizes[self._order[0]], sizes[self._order[-1]]}
         of = f" of {self.length}" if self.length is not None and self.length > len(sizes) else ""
         sized = f"sizes {min(spread)} to {max(spread)}, the largest first" if len(spread) > 1 else "all of one size"
@@ -161,34 +183,48 @@ class ItemSource(AbstractSource):
 
     def _look_at_items(self, indices: Sequence[int]) -> tuple[int, dict[int, int]]:
         step = max(1, -(-len(indices) // _ITEMS_LOOKED_AT))
-        started, sizes = time.monotonic(), {}
-        for index in (*indices[::step], *indices[-1:]):  # the last one too: sorted data sets end with the longest
-            sizes[index] = _item_size(self._dataset[index])
-            if time.monotonic() - started > _LOOKING_TIME_S:
-                break
+        chosen = (*indices[-1:], *indices[:-1:step])  # the last one first: sorted data sets end with the longest
+        sizes = {index: _item_size(item) for index, item in _looked_at((i, self._dataset[i]) for i in chosen)}
         return len(indices), sizes
 
     def _look_at_stream(self) -> dict[int, int]:
-        started, sizes = time.monotonic(), {}
-        for index, item in enumerate(islice(iter(self._dataset), _ITEMS_LOOKED_AT)):
-            self._kept[index] = item
-            sizes[index] = _item_size(item)
-            if time.monotonic() - started > _LOOKING_TIME_S:
-                break
-        return sizes
+        self._kept = dict(_looked_at(enumerate(self._dataset)))
+        return {index: _item_size(item) for index, item in self._kept.items()}
 
     def take(self, count: int) -> Any:
         chosen = [self._order[position % len(self._order)] for position in range(count)]
-        items = [copy.deepcopy(self._kept[index]) if index in self._kept else self._dataset[index] for index in chosen]
-        return self._collate(items)
+        return self._collate([self._item(index) for index in chosen])
+
+    def _item(self, index: int) -> Any:
+        return copy.deepcopy(self._kept[index]) if index in self._kept else cloned(self._dataset[index])
 
     def micro_batches(self, sizes: Sequence[int]) -> list[Any]:
         batch = self.take(sum(sizes))
+        if self._split is not None:
+            return _parts_of(self._split, batch, sizes)
         try:
             layout = find_layout(batch, self._batch_dim, rows=sum(sizes))
+            refuse_doubtful_layout(batch, layout, self._batch_dim)
         except InvalidRequestError:  # a collate function may build what cannot be cut: then it builds each micro-batch
             return [self.take(size) for size in sizes]
+        if self._batch_dim is None and not _holds_one_row(self.take(1), layout):
+            return [self.take(size) for size in sizes]
         return split_rows_of(batch, layout, sizes)
+
+
+def _looked_at(items: Iterable[T]) -> Iterator[T]:
+    """The first items, as long as the time for looking lasts; at least one, where there is one."""
+    started = time.monotonic()
+    for item in islice(items, _ITEMS_LOOKED_AT + 1):
+        yield item
+        if time.monotonic() - started > _LOOKING_TIME_S:
+            return
+
+
+def _holds_one_row(batch: Any, layout: Layout) -> bool:
+    """Whether a batch of one row has length one wherever this layout cuts: a time axis that happens to fit has not."""
+    leaves = dict(leaves_of(batch))
+    return all(leaves[path].shape[int(how)] == 1 for path, how in layout.cuts.items() if is_array(leaves.get(path)))
 
 
 def _item_size(item: Any) -> int:
@@ -219,7 +255,7 @@ def source_of(sample: Any, batch_dim: BatchDim = None, split: SplitFn | None = N
     if isinstance(sample, DataLoader):
         return _source_of_loader(sample, batch_dim, split)
     if _is_dataset(sample):
-        return ItemSource(sample, default_collate, batch_dim)
+        return ItemSource(sample, default_collate, batch_dim, split)
     if callable(sample) and not isinstance(sample, torch.nn.Module) and not list(children_of(sample)):
         return CallableSource(sample, batch_dim, split)
     if split is not None:
@@ -238,9 +274,23 @@ def _is_dataset(sample: Any) -> bool:
 def _source_of_loader(loader: DataLoader[Any], batch_dim: BatchDim, split: SplitFn | None) -> AbstractSource:
     collate = loader.collate_fn
     if loader.batch_size is None and loader.batch_sampler is None:  # the data set yields ready batches
-        ready = islice(iter(loader.dataset), _ITEMS_LOOKED_AT) if isinstance(loader.dataset, IterableDataset) else ()
-        batches = list(ready) or [loader.dataset[0]]
-        largest = collate(max(batches, key=_item_size))
+        largest = max(_looked_at(_ready_batches(loader)), key=_item_size, default=None)
+        if largest is None:
+            raise InvalidRequestError("the sample is an empty data set; expected at least one batch.")
+        largest = collate(largest)
         return SplitSource(largest, split) if split is not None else BatchSource(largest, batch_dim)
     indices = list(loader.sampler.indices) if isinstance(loader.sampler, SubsetRandomSampler) else None
-    return ItemSource(loader.dataset, collate, batch_dim, indices)
+    return ItemSource(loader.dataset, collate, batch_dim, split, indices)
+
+
+def _ready_batches(loader: DataLoader[Any]) -> Iterator[Any]:
+    """The batches of a loader that does no batching itself, without its workers and without its sampler's randomness."""
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        yield from dataset
+    elif isinstance(loader.sampler, BatchSampler):  # a data set that is asked for many items at once
+        whole = list(range(len(dataset)))
+        size = loader.sampler.batch_size
+        yield from (dataset[whole[start : start + size]] for start in range(0, len(whole), size))
+    else:
+        yield from (dataset[index] for index in range(len(dataset)))

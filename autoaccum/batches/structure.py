@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -36,7 +37,10 @@ def rebuilt(node: Any, changed: list[tuple[str, Any]]) -> Any:
     values = [value for _, value in changed]
     rebuilt: Any
     if isinstance(node, MutableMapping):
-        rebuilt = copy.copy(node)  # keeps a BatchEncoding a BatchEncoding; its __copy__ does not share the data
+        if isinstance(node, (dict, UserDict)):
+            rebuilt = copy.copy(node)  # keeps a BatchEncoding a BatchEncoding; its __copy__ does not share the data
+        else:  # a shallow copy of any other mapping may share what it keeps its entries in
+            rebuilt = copy.deepcopy(node, {id(value): value for value in node.values()})
         for key, value in zip(list(node), values, strict=True):
             rebuilt[key] = value
         return rebuilt
@@ -79,6 +83,14 @@ def leaves_of(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
         yield from leaves_of(child, (*path, key))
 
 
+def nodes_of(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every container and every leaf with its path, containers first."""
+    yield path, node
+    if not is_array(node):
+        for key, child in children_of(node):
+            yield from nodes_of(child, (*path, key))
+
+
 def is_array(node: Any) -> bool:
     """Whether it has a shape that may hold rows."""
     return isinstance(node, (Tensor, np.ndarray))
@@ -95,8 +107,8 @@ def cloned(node: Any) -> Any:
         return node.detach().clone().requires_grad_(node.requires_grad)
     if isinstance(node, np.ndarray):
         return node.copy()
-    children = list(children_of(node))
-    return rebuilt(node, [(key, cloned(child)) for key, child in children]) if children else node
+    children = [(key, cloned(child)) for key, child in children_of(node)]
+    return rebuilt(node, children) if children or isinstance(node, (MutableMapping, list)) else node
 
 
 def name_of(path: tuple[str, ...]) -> str:

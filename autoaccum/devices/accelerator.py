@@ -33,6 +33,9 @@ class XpuDevice(AbstractDevice):
     def free_bytes(self) -> int:
         return int(torch.xpu.mem_get_info(self.torch_device)[0])
 
+    def reserve_bytes(self) -> int:
+        return max(self.total_bytes() // 50, 256 * 2**20)  # a margin for fragmentation, and for a display
+
     def held_bytes(self, resident: Sequence[Tensor]) -> int:
         return int(torch.xpu.memory_reserved(self.torch_device))
 
@@ -85,6 +88,9 @@ class MpsDevice(AbstractDevice):
 
     def free_bytes(self) -> int:
         return max(0, self.total_bytes() - int(torch.mps.driver_allocated_memory()))
+
+    def reserve_bytes(self) -> int:
+        return max(self.total_bytes() // 50, 256 * 2**20)  # a margin for fragmentation, and for a display
 
     def held_bytes(self, resident: Sequence[Tensor]) -> int:
         return int(torch.mps.driver_allocated_memory())

@@ -82,6 +82,10 @@ class AbstractDevice(ABC):
         """What this process could still take, beyond what it holds."""
 
     @abstractmethod
+    def reserve_bytes(self) -> int:
+        """What a budget chosen by autoaccum leaves free, for fragmentation and for others."""
+
+    @abstractmethod
     def held_bytes(self, resident: Sequence[Tensor]) -> int:
         """What counts against the budget now. `resident`: the model's and the optimizer's tensors."""
 

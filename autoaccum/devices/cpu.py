@@ -65,6 +65,9 @@ class CpuDevice(AbstractDevice):
         in_group = cgroup_free_bytes()
         return available if in_group is None else min(available, in_group)
 
+    def reserve_bytes(self) -> int:
+        return self.total_bytes() // 10  # where the host's memory is gone the kernel ends processes, it does not raise
+
     def held_bytes(self, resident: Sequence[Tensor]) -> int:
         return int(psutil.Process().memory_info().rss)
 

@@ -43,6 +43,9 @@ class CudaDevice(AbstractDevice):
             free = max(free, int(psutil.virtual_memory().available))
         return free + torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
 
+    def reserve_bytes(self) -> int:
+        return max(self.total_bytes() // 50, 256 * 2**20)  # a margin for fragmentation, and for a display
+
     def held_bytes(self, resident: Sequence[Tensor]) -> int:
         return self.context_bytes() + torch.cuda.memory_reserved(self.torch_device)
 

@@ -127,6 +127,9 @@ class VirtualDevice(AbstractDevice):
     def free_bytes(self) -> int:
         return self._capacity_bytes
 
+    def reserve_bytes(self) -> int:
+        return 0
+
     def held_bytes(self, resident: Sequence[Tensor]) -> int:
         tracker = StorageTracker()
         tracker.count(resident)

@@ -1,0 +1,120 @@
+"""The plan that a finished log of trials supports. Pure: knows neither devices nor models."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from autoaccum.errors import InvalidRequestError
+from autoaccum.records import Evidence, LimitedBy, OutOfMemory, Record, Refused, Trial
+from autoaccum.schedule import largest_divisor, near_targets, rank_sizes, shares, smallest, steps_for
+from autoaccum.search import Standing
+
+
+class Schedule(Record, frozen=True, kw_only=True):
+    """The micro-batch sizes of every rank for one optimizer step, and what is to be said about them."""
+
+    sizes: tuple[tuple[int, ...], ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def micro_batch(self) -> int:
+        """The largest size of all ranks."""
+        return max(max(of_rank) for of_rank in self.sizes)
+
+
+def schedule_for(
+    target_batch: int,
+    world_size: int,
+    limit: int,
+    *,
+    at_least: int = 1,
+    multiple_of: int = 1,
+    equal: bool = False,
+) -> Schedule:
+    """Divide the target over ranks and micro-batches, none above the limit and none below what runs.
+
+    Args:
+        target_batch: Rows of one optimizer step over all ranks.
+        limit: The largest micro-batch that fits.
+        at_least: The smallest micro-batch that runs at all (2 where BatchNorm refuses one row).
+        multiple_of: Every micro-batch but a rank's last is a multiple of it.
+        equal: One size for all micro-batches of all ranks, where one number must serve.
+
+    Raises:
+        InvalidRequestError: When no such division exists; the message names near targets.
+
+    Example:
+        >>> schedule_for(128, 1, 100).sizes, schedule_for(97, 1, 10, equal=True).sizes[0][:3]
+        (((64, 64),), (1, 1, 1))
+    """
+    of_ranks = shares(target_batch, world_size)
+    if equal:
+        return _equal_schedule(target_batch, of_ranks, limit, at_least, multiple_of)
+    steps = steps_for(of_ranks[0], limit, multiple_of)
+    sizes = tuple(rank_sizes(share, steps, multiple_of, None) for share in of_ranks)
+    if smallest(sizes) < at_least:
+        raise InvalidRequestError(
+            f"target_batch={target_batch} leaves a micro-batch of {smallest(sizes)} rows with micro-batches of at most "
+            f"{limit}, and this model needs at least {at_least}; use target_batch={_floor_remedy(of_ranks, limit, at_least)}"
+            + (f" or a smaller multiple_of than {multiple_of}." if multiple_of > 1 else ".")
+        )
+    return Schedule(sizes=sizes)
+
+
+def _floor_remedy(of_ranks: Sequence[int], limit: int, at_least: int) -> int:
+    """A near target that divides without too small a rest: every rank takes whole micro-batches of the limit."""
+    usable = max(limit, at_least)
+    return len(of_ranks) * usable * max(1, round(of_ranks[0] / usable))
+
+
+def _equal_schedule(target_batch: int, of_ranks: Sequence[int], limit: int, at_least: int, multiple_of: int) -> Schedule:
+    world_size = len(of_ranks)
+    if of_ranks[0] != of_ranks[-1]:
+        below, above = target_batch // world_size * world_size, -(-target_batch // world_size) * world_size
+        raise InvalidRequestError(
+            f"target_batch={target_batch} does not divide over world_size={world_size}, which equal micro-batches need; "
+            f"use {below} or {above}."
+        )
+    size = largest_divisor(of_ranks[0], limit, at_least=at_least, multiple_of=multiple_of)
+    near = ", ".join(
+        f"{share * world_size} = {micro_batch} x {steps}" + (f" x {world_size}" if world_size > 1 else "")
+        for share, micro_batch, steps in near_targets(of_ranks[0], limit, at_least=at_least, multiple_of=multiple_of)
+    )
+    if size is None:
+        raise InvalidRequestError(
+            f"target_batch={target_batch} has no equal division into micro-batches of {at_least} to {limit} rows"
+            + (f" that are multiples of {multiple_of}" if multiple_of > 1 else "")
+            + f"; near targets that have one: {near}."
+        )
+    sizes = tuple(rank_sizes(share, 0, 1, size) for share in of_ranks)
+    poor = size < limit / 2 and size < of_ranks[0]
+    text = (
+        f"target_batch={target_batch} divides only into micro-batches of {size} where {limit} fit; "
+        f"near targets that divide better: {near}."
+    )
+    return Schedule(sizes=sizes, warnings=(text,) if poor else ())
+
+
+def limited_by(now: Standing, trials: Sequence[Trial], top: int, bound: LimitedBy) -> LimitedBy:
+    """What keeps the largest fitting size from being larger.
+
+    Args:
+        top: The largest size of the search.
+        bound: What set `top`.
+    """
+    if now.best == top:
+        return bound
+    at_ceiling = [trial.outcome for trial in trials if trial.candidate.micro_batch == now.ceiling]
+    if any(isinstance(outcome, OutOfMemory) for outcome in at_ceiling):
+        return "memory"
+    refused = [outcome.limited_by for outcome in at_ceiling if isinstance(outcome, Refused)]
+    return refused[0] if refused else "caller"  # nothing failed: the caller's time was up
+
+
+def evidence(now: Standing, ladder: Sequence[int]) -> Evidence:
+    """Whether the next size of the search ran and failed ("exact"), or the search ended otherwise ("measured")."""
+    if now.ceiling is None or now.best is None:
+        return "measured"
+    following = bisect_right(ladder, now.best)
+    return "exact" if following < len(ladder) and ladder[following] == now.ceiling else "measured"

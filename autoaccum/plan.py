@@ -1,0 +1,119 @@
+"""The Plan that users hold: the record, with its ways out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autoaccum.choose import schedule_for
+from autoaccum.errors import InvalidRequestError
+from autoaccum.records import PlanRecord, from_json, to_json
+from autoaccum.report.files import write_whole
+from autoaccum.report.pages import plan_html
+from autoaccum.report.tables import trial_rows
+from autoaccum.report.text import plan_markdown, plan_text
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@final
+class Plan(PlanRecord, frozen=True, kw_only=True, tag_field="record", tag="autoaccum.Plan"):
+    """How to take one optimizer step of `target_batch` samples, and what that rests on. Made by `autotune`.
+
+    `str(plan)` is a short readable summary, and notebooks show a table. Fields are described at `PlanRecord`.
+    """
+
+    @staticmethod
+    def of(record: PlanRecord) -> Plan:
+        """The same values, with the ways out."""
+        return Plan(**{name: getattr(record, name) for name in PlanRecord.__struct_fields__})
+
+    def schedule(self, rank: int) -> tuple[int, ...]:
+        """The micro-batch sizes of another rank, in rows.
+
+        Raises:
+            InvalidRequestError: When there is no such rank.
+
+        Example:
+            >>> import torch, autoaccum
+            >>> plan = autoaccum.autotune(torch.nn.Linear(4, 2), torch.randn(2, 4), 10, device="virtual:1MiB")
+            >>> plan.schedule(0)
+            (10,)
+        """
+        if not 0 <= rank < self.world_size:
+            raise InvalidRequestError(f"rank={rank} does not exist; expected 0 to {self.world_size - 1}.")
+        return schedule_for(
+            self.target_batch,
+            self.world_size,
+            self.max_micro_batch,
+            at_least=self.min_micro_batch,
+            multiple_of=self.multiple_of,
+            equal=self.equal_micro_batches,
+        ).sizes[rank]
+
+    def to_frame(self) -> pandas.DataFrame:
+        """Every trial as a row of a pandas data frame, in the order run."""
+        import pandas
+
+        return pandas.DataFrame(trial_rows(self.trials))
+
+    def to_json(self) -> str:
+        """The plan as JSON text; `Plan.from_json` gives it back."""
+        return to_json(self)
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Plan:
+        """Read what `to_json` wrote. JSON only: nothing is evaluated or unpickled.
+
+        Raises:
+            InvalidRequestError: When the text is damaged, of a newer schema, or not a plan.
+        """
+        return from_json(text, Plan)
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON to a file; a file that is there is replaced as a whole or not at all."""
+        write_whole(Path(path), self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a file that `save` wrote.
+
+        Raises:
+            InvalidRequestError: As `from_json`, with the file's name.
+            OSError: When the file cannot be read.
+        """
+        try:
+            return Plan.from_json(Path(path).read_bytes())
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{path}: {error}") from None
+
+    def to_markdown(self) -> str:
+        """The plan and its trials as Markdown."""
+        return plan_markdown(self)
+
+    def to_html(self) -> str:
+        """The plan and its trials as an HTML fragment."""
+        return plan_html(self)
+
+    @contextmanager
+    def applied(self, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[None]:
+        """Run one's own loop under the plan's levers. With every lever off there is nothing to apply."""
+        yield
+
+    def autocast(self) -> torch.autocast:
+        """The autocast context that the plan's precision asks for; with the precision lever off, a disabled one."""
+        device = self.environment.device.split(":")[0] if self.environment else "cpu"
+        return torch.autocast("cpu" if device == "virtual" else device, enabled=False)
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        return self.to_html()

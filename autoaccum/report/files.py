@@ -1,0 +1,33 @@
+"""Writing a report so that a reader never sees half of one."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write the text to the file; a file that is there is replaced as a whole, or stays as it is on an error.
+
+    Raises:
+        OSError: When the folder is missing, not writable or full; no temporary file is left.
+    """
+    if path.exists() and not path.is_file():  # /dev/stdout and the like cannot be replaced
+        path.write_text(text, encoding="utf-8")
+        return
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(name).chmod(0o666 & ~_umask())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,713 @@
+"""autotune and probe: from a call to trials to a plan.
+
+The loop is three lines: propose a size from the log, run it, add what came of it to the log. Everything that decides is pure
+and lives below; everything that runs is in `probing`.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from importlib.metadata import version
+from typing import Any, Literal, Protocol, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autoaccum.batches.layout import BatchDim
+from autoaccum.batches.sources import SplitFn
+from autoaccum.choose import Schedule, evidence, limited_by, schedule_for
+from autoaccum.devices import device_for
+from autoaccum.devices.base import AbstractDevice, Steadiness
+from autoaccum.errors import InvalidRequestError, NothingFitsError
+from autoaccum.plan import Plan
+from autoaccum.preserve import Snapshot, preserved
+from autoaccum.probing import MICRO_BATCHES_PER_WINDOW, WINDOWS_PER_PROBE, Attempt, run_trial
+from autoaccum.ranks import Ranks, Report
+from autoaccum.records import (
+    Budget,
+    Candidate,
+    Environment,
+    Fit,
+    LimitedBy,
+    OutOfMemory,
+    PlanRecord,
+    ProbeResult,
+    Record,
+    Refused,
+    Trial,
+)
+from autoaccum.schedule import check_target, ladder, shares, whole_number
+from autoaccum.search import Standing, propose, standing
+from autoaccum.units import Share, format_bytes, parse_size
+from autoaccum.workload import LossFn, OptimizerFactory, TrainingStep, Weight, Workload, num_bytes
+
+_ROWS_WITHOUT_BOUND = 1_048_576  # where nothing bounds the search: 2**20 rows
+_INEXACT_FRAC = 0.05  # probe(exact=False) ends when the limit is known to within 5 %
+_TIMED_S = 10.0  # a plan's optimizer step is timed twice when that takes no longer than this
+_LONGEST_S = 60.0  # and once up to here; a longer step is not run to the end
+
+Purpose = Literal["probe", "confirm", "relaxed"]
+
+
+class Request(Record, frozen=True, kw_only=True):
+    """The numbers of one call, as they can be written down; the model, the sample and the device come beside it."""
+
+    target_batch: int | None = None
+    budget: int | str | None = None
+    levers: str = "none"
+    max_micro_batch: int | None = None
+    multiple_of: int = 1
+    equal_micro_batches: bool = False
+    time_budget_s: float | None = None
+    exact: bool = True
+
+
+class Listener(Protocol):
+    """Follows a search: a progress bar, or a parent process."""
+
+    def bounded(self, top: int) -> None:
+        """No size above this one will be tried."""
+
+    def started(self, candidate: Candidate, purpose: str) -> None:
+        """A trial begins."""
+
+    def finished(self, trial: Trial) -> None:
+        """A trial is over."""
+
+
+def autotune(
+    model: nn.Module,
+    sample: Any,
+    target_batch: int,
+    *,
+    loss_fn: LossFn | None = None,
+    training_step: TrainingStep | None = None,
+    optimizer: Optimizer | OptimizerFactory | None = None,
+    weight: Weight = "samples",
+    budget: int | str | None = None,
+    device: str | torch.device | AbstractDevice | None = None,
+    batch_dim: BatchDim = None,
+    split: SplitFn | None = None,
+    levers: str = "none",
+    max_micro_batch: int | None = None,
+    multiple_of: int = 1,
+    equal_micro_batches: bool = False,
+    time_budget_s: float | None = None,
+    process_group: Any = None,
+    progress: bool | None = None,
+) -> Plan:
+    """Find how to take one optimizer step of `target_batch` samples inside the budget, by running it.
+
+    Every size that the plan uses was run: two optimizer steps of two micro-batches, with the optimizer's state in memory,
+    and then the plan's own optimizer step.
+
+    Args:
+        model: Left as it was, bit for bit. In train mode as the caller set it; a model that is wholly in eval mode is probed
+            in train mode.
+        sample: A batch of any size >= 1 (tensor, tuple, list, mapping, dataclass, nested; a list of per-item dicts), a
+            `Dataset`, a `DataLoader` (never iterated), or a callable `n -> batch`. Rows are the leading dimension that the
+            tensors share. From a data set the largest items looked at are used, and its length bounds the micro-batch.
+        target_batch: Samples per optimizer step over all ranks, >= the number of ranks.
+        loss_fn: `loss_fn(output, target)` -> scalar mean loss, for samples shaped `(input, target)`.
+        training_step: `training_step(model, batch)` -> scalar loss; wins over `loss_fn`. With neither, the loss that the
+            model returns is used, or else the mean of its outputs, which the plan then says.
+        optimizer: An `Optimizer` on this model's parameters, or a factory `params -> Optimizer`. None: AdamW. It really
+            steps; its step hooks are left out.
+        weight: What the loss is a mean over: "samples", `tokens("labels")`, or `batch -> number`.
+        budget: Bytes, or text such as "8GiB" or "80%" (of the device's total): all that this process may hold on the device.
+            On the CPU that is the resident set, interpreter included. None: what is free, less a reserve.
+        device: None: the model's. Text ("cpu", "cuda:1", "virtual:8GiB"), a `torch.device`, or a `VirtualDevice`.
+        batch_dim: Which dimension holds the rows, where it cannot be seen: an int, or `{leaf name: int or None}`.
+        split: `split(batch, sizes) -> list of micro-batches`, for batches that cannot be cut by rows.
+        levers: "none"; memory levers are not searched yet.
+        max_micro_batch: No micro-batch above this many rows.
+        multiple_of: Every micro-batch but a rank's last is a multiple of it.
+        equal_micro_batches: One size for all micro-batches, where one number must serve (HF Trainer, DeepSpeed).
+        time_budget_s: Seconds after which no further size is tried, once one fits.
+        process_group: The ranks that train together; None: the default group where one is initialised. Call on every rank.
+        progress: Show a bar. None: when stderr is a terminal.
+
+    Returns:
+        A `Plan`; its `effective_batch` is `target_batch`, always.
+
+    Raises:
+        InvalidRequestError: When the call cannot be satisfied as written.
+        NothingFitsError: When the smallest micro-batch does not fit; `.trials` says what was run.
+        Exception: Whatever the model, loss or optimizer raises, unchanged, at the first trial.
+
+    Leaves behind:
+        Nothing of the search. On the CPU with glibc, malloc's thresholds are at 32 MiB and 64 MiB afterwards, where glibc's
+        own adapting ends; or at 64 KiB where the plan needs that to stay inside the budget, which `warnings` then says.
+
+    Example:
+        >>> import torch, autoaccum
+        >>> model = torch.nn.Linear(1024, 1024)
+        >>> plan = autoaccum.autotune(model, torch.randn(8, 1024), 4096, device="virtual:48MiB")
+        >>> plan.effective_batch, sum(plan.micro_batch_sizes), plan.limited_by
+        (4096, 4096, 'memory')
+    """
+    workload = Workload(
+        model,
+        sample,
+        loss_fn=loss_fn,
+        training_step=training_step,
+        optimizer=optimizer,
+        weight=weight,
+        batch_dim=batch_dim,
+        split=split,
+    )
+    request = Request(
+        target_batch=target_batch,
+        budget=budget,
+        levers=levers,
+        max_micro_batch=max_micro_batch,
+        multiple_of=multiple_of,
+        equal_micro_batches=equal_micro_batches,
+        time_budget_s=time_budget_s,
+    )
+    with _shown(progress) as listener:
+        return tune_workload(workload, request, device=device, process_group=process_group, listener=listener)
+
+
+def probe(
+    model: nn.Module,
+    sample: Any,
+    target_batch: int | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    training_step: TrainingStep | None = None,
+    optimizer: Optimizer | OptimizerFactory | None = None,
+    weight: Weight = "samples",
+    budget: int | str | None = None,
+    device: str | torch.device | AbstractDevice | None = None,
+    batch_dim: BatchDim = None,
+    split: SplitFn | None = None,
+    levers: str = "none",
+    max_micro_batch: int | None = None,
+    multiple_of: int = 1,
+    time_budget_s: float | None = None,
+    process_group: Any = None,
+    progress: bool | None = None,
+    exact: bool = True,
+) -> ProbeResult:
+    """Find how many samples fit into one micro-batch on each rank, by running them.
+
+    Takes what `autotune` takes. The search is bounded by the rank's share of `target_batch`, the data set's length and
+    `max_micro_batch`, and without any of these by 1,048,576 rows.
+
+    Args:
+        exact: False ends the search when the limit is known to within 5 %.
+
+    Returns:
+        A `ProbeResult`; its `max_micro_batch` was run in this search.
+
+    Raises:
+        InvalidRequestError: When the call cannot be satisfied as written.
+        NothingFitsError: When the smallest micro-batch does not fit; `.trials` says what was run.
+        Exception: Whatever the model, loss or optimizer raises, unchanged, at the first trial.
+
+    Leaves behind:
+        What `autotune` leaves behind.
+
+    Example:
+        >>> import torch, autoaccum
+        >>> model = torch.nn.Linear(1024, 1024)
+        >>> result = autoaccum.probe(model, torch.randn(8, 1024), device="virtual:48MiB")
+        >>> result.limited_by, result.evidence, result.measured_peak_bytes <= 48 * 2**20
+        ('memory', 'exact', True)
+    """
+    workload = Workload(
+        model,
+        sample,
+        loss_fn=loss_fn,
+        training_step=training_step,
+        optimizer=optimizer,
+        weight=weight,
+        batch_dim=batch_dim,
+        split=split,
+    )
+    request = Request(
+        target_batch=target_batch,
+        budget=budget,
+        levers=levers,
+        max_micro_batch=max_micro_batch,
+        multiple_of=multiple_of,
+        time_budget_s=time_budget_s,
+        exact=exact,
+    )
+    with _shown(progress) as listener:
+        return probe_workload(workload, request, device=device, process_group=process_group, listener=listener)
+
+
+def tune_workload(
+    workload: Workload,
+    request: Request,
+    *,
+    device: object = None,
+    process_group: Any = None,
+    listener: Listener | None = None,
+    log: Sequence[Trial] = (),
+) -> Plan:
+    """What `autotune` does, going on from a log of trials already run."""
+    with _Search(workload, request, device, process_group, listener, log) as search:
+        return Plan.of(search.plan())
+
+
+def probe_workload(
+    workload: Workload,
+    request: Request,
+    *,
+    device: object = None,
+    process_group: Any = None,
+    listener: Listener | None = None,
+    log: Sequence[Trial] = (),
+) -> ProbeResult:
+    """What `probe` does, going on from a log of trials already run."""
+    with _Search(workload, request, device, process_group, listener, log) as search:
+        return search.result()
+
+
+@final
+class _Search:
+    """One call's log of trials and what is needed to add to it. A context: the state comes back on the way out."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        request: Request,
+        device: object,
+        process_group: Any,
+        listener: Listener | None,
+        log: Sequence[Trial],
+    ) -> None:
+        self._begun = time.monotonic()
+        self.workload, self.listener = workload, listener
+        self.ranks = Ranks(process_group)
+        self.request = _checked(request, self.ranks.world_size)
+        self.device = device_for(device, workload.device)
+        self.trials: list[Trial] = list(log)
+        self.warnings: list[str] = []
+        self._errors: dict[int, Exception] = {}
+        self._state_bytes: int | None = None
+        self._time_is_up = False
+        target = self.request.target_batch
+        self.share = None if target is None else shares(target, self.ranks.world_size)[0]
+        self.top, self.bound = self._top()
+        self.budget = _resolved_budget(self.request.budget, self.device, workload, self.warnings)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _Search:
+        with ExitStack() as stack:
+            self._steadiness: Steadiness = stack.enter_context(self.device.steadied())
+            self._snapshot: Snapshot = stack.enter_context(
+                preserved(
+                    self.workload.module,
+                    self.workload.own_optimizer,
+                    device=self.workload.device,
+                    on_disk=self.device.is_host,
+                )
+            )
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    # -- the two answers
+
+    def plan(self) -> PlanRecord:
+        """Search, divide the target, run the plan's own step, and write it all down."""
+        request, share = self.request, self.share
+        assert share is not None and request.target_batch is not None
+        sizes = self._plan_ladder(share)
+        confirmed: Trial | None = None
+        while confirmed is None:
+            now = self._search(sizes)
+            schedule = self._schedule(now)
+            if not self._was_run(schedule.micro_batch):
+                self._try(schedule.micro_batch)
+                continue
+            if self._time_is_up:
+                break
+            confirmed = self._confirm(schedule.sizes[self.ranks.rank])
+        return self._plan_record(now, sizes, schedule, confirmed)
+
+    def result(self) -> ProbeResult:
+        """Search one micro-batch's limit and write it down."""
+        sizes = range(self.request.multiple_of, self.top + 1, self.request.multiple_of) or (self.top,)
+        now = self._search(sizes, 0.0 if self.request.exact else _INEXACT_FRAC)
+        assert now.best is not None
+        if not self._time_is_up and self._steadiness.relax():
+            self._under_usual_settings(self._probe_windows(now.best), self._probe_feed)
+        self._explain(now)
+        return ProbeResult(
+            max_micro_batch=now.best,
+            limited_by=limited_by(now, self.trials, sizes[-1], self.bound),
+            evidence=evidence(now, sizes),
+            measured_peak_bytes=now.best_peak_bytes,
+            budget_bytes=self.budget.budget_bytes,
+            trials=tuple(self.trials),
+            warnings=self._all_warnings(),
+            memory=self.workload.account(self._state_bytes),
+            environment=self._environment(),
+        )
+
+    # -- the loop
+
+    def _search(self, sizes: Sequence[int], tolerance_frac: float = 0.0) -> Standing:
+        if self.listener is not None:
+            self.listener.bounded(sizes[-1])
+        while not (self._time_is_up and standing(self.trials).best is not None):
+            size = propose(
+                self.trials,
+                sizes,
+                budget_bytes=self.budget.budget_bytes,
+                cautious=self.device.cautious,
+                tolerance_frac=tolerance_frac,
+            )
+            if size is None or self._is_hopeless():
+                break
+            self._try(size)
+        now = standing(self.trials)
+        if now.best is None:
+            self._raise_for_nothing(now)
+        return now
+
+    def _try(self, size: int) -> Trial:
+        return self._run(size, self._probe_windows(size), self._probe_feed, "probe").trial
+
+    def _run(
+        self, size: int, windows: Sequence[Sequence[int]], feed: Callable[[Sequence[int]], Sequence[Any]], purpose: Purpose
+    ) -> Attempt:
+        """Run one trial, agree on its outcome over the ranks, and add it to the log."""
+        candidate = Candidate(micro_batch=size)
+        if self.listener is not None:
+            self.listener.started(candidate, purpose)
+        try:
+            attempt = run_trial(
+                self.workload,
+                self.device,
+                candidate,
+                budget_bytes=self.budget.budget_bytes,
+                snapshot=self._snapshot,
+                windows=windows,
+                feed=feed,
+                purpose=purpose,
+            )
+        except Exception as error:
+            self.ranks.agree(Report(None, f"{type(error).__name__}: {error}"[:500]))
+            raise
+        agreed = self.ranks.agree(Report(attempt.trial.outcome, None, self._is_late()))
+        assert agreed.outcome is not None
+        self._time_is_up = agreed.time_is_up
+        trial = attempt.trial if self.ranks.world_size == 1 else _with_outcome(attempt.trial, agreed)
+        if attempt.error is not None:
+            self._errors[size] = attempt.error
+        if attempt.optimizer_state_bytes is not None:
+            self._state_bytes = attempt.optimizer_state_bytes
+        self.trials.append(trial)
+        if self.listener is not None:
+            self.listener.finished(trial)
+        return attempt._replace(trial=trial)
+
+    def _is_late(self) -> bool:
+        limit = self.request.time_budget_s
+        return limit is not None and time.monotonic() - self._begun > limit
+
+    def _is_hopeless(self) -> bool:
+        """Two sizes failed with an error that may not mean memory, and none has run: then it is the user's error."""
+        unclear = [t for t in self.trials if isinstance(t.outcome, OutOfMemory) and t.outcome.cause == "unclear"]
+        return len(unclear) >= 2 and standing(self.trials).best is None
+
+    def _raise_for_nothing(self, now: Standing) -> None:
+        """Nothing ran. The user's own error where memory is not certain, else what was missing."""
+        certain = [t for t in self.trials if isinstance(t.outcome, OutOfMemory) and t.outcome.cause != "unclear"]
+        if not certain and self._errors:
+            raise self._errors[min(self._errors)]
+        smallest = min(certain, key=lambda trial: trial.candidate.micro_batch)
+        assert isinstance(smallest.outcome, OutOfMemory)
+        refused = f" Sizes up to {now.floor} are too small to run at all." if now.floor else ""
+        where = f" in the {smallest.outcome.phase} phase" if smallest.outcome.phase else ""
+        raise NothingFitsError(
+            f"micro_batch={smallest.candidate.micro_batch} does not fit into {format_bytes(self.budget.budget_bytes)} on "
+            f"{self.device.name}: memory ran out{where} ({smallest.outcome.message.splitlines()[0][:200]}). Before the "
+            f"first trial {format_bytes(self.budget.held_bytes)} were held. {_account_in_words(self.workload)}{refused} "
+            "Raise the budget, or use a smaller model, sample or optimizer state.",
+            self.trials,
+        )
+
+    # -- what is run
+
+    def _probe_windows(self, size: int) -> Sequence[Sequence[int]]:
+        return [[size] * MICRO_BATCHES_PER_WINDOW] * WINDOWS_PER_PROBE
+
+    def _probe_feed(self, sizes: Sequence[int]) -> Sequence[Any]:
+        """One micro-batch, used for the whole window.
+
+        Where host memory is what is measured, it is cut from the whole share of the rank, since a training loop that hands
+        over its effective batch holds that as well.
+        """
+        source, size = self.workload.source, sizes[0]
+        if self.device.is_host and source.cuts_views and self.share is not None and self.share > size:
+            micro_batch = source.micro_batches([size, self.share - size])[0]
+        else:
+            micro_batch = source.take(size)
+        return [micro_batch] * len(sizes)
+
+    def _confirm(self, sizes: Sequence[int]) -> Trial | None:
+        """Run the plan's own optimizer steps; None when they do not fit after all, which lowers the ceiling."""
+        windows = self._plan_windows(sizes)
+        feed = self.workload.source.micro_batches
+        if self._steadiness.relax():
+            relaxed = self._under_usual_settings(windows, feed)
+            if relaxed is not None:
+                return relaxed
+        trial = self._run(max(sizes), windows, feed, "confirm").trial
+        return trial if isinstance(trial.outcome, Fit) else None
+
+    def _under_usual_settings(
+        self, windows: Sequence[Sequence[int]], feed: Callable[[Sequence[int]], Sequence[Any]]
+    ) -> Trial | None:
+        """The same steps as training will find them; where they do not fit so, the probes' settings stay in force."""
+        size = max(max(sizes) for sizes in windows)
+        known = [t for t in self.trials if t.purpose == "relaxed" and t.candidate.micro_batch == size]
+        trial = known[-1] if known else self._run(size, windows, feed, "relaxed").trial
+        if isinstance(trial.outcome, Fit):
+            return trial
+        self.warnings.append(self._steadiness.tighten())
+        return None
+
+    def _plan_windows(self, sizes: Sequence[int]) -> Sequence[Sequence[int]]:
+        """As many whole optimizer steps as there is time for; the first one is not timed."""
+        timed = [t.outcome.median_step_s for t in self.trials if isinstance(t.outcome, Fit) and t.outcome.median_step_s]
+        per_row_s = timed[-1] / self.trials[-1].rows_per_step if timed else 0.0
+        step_s = max(per_row_s * sum(sizes), 0.0)
+        if step_s * 3 <= _TIMED_S:
+            return [sizes] * 3
+        if step_s * 2 <= _LONGEST_S:
+            return [sizes] * 2
+        self.warnings.append(
+            f"One optimizer step at the target takes about {step_s:.0f} s, so it was not run to the end and not timed."
+        )
+        return [sizes[:MICRO_BATCHES_PER_WINDOW]] * WINDOWS_PER_PROBE
+
+    def _was_run(self, size: int) -> bool:
+        return any(isinstance(t.outcome, Fit) and t.candidate.micro_batch == size for t in self.trials)
+
+    # -- bounds and schedule
+
+    def _top(self) -> tuple[int, LimitedBy]:
+        """The largest size worth trying, and what sets it."""
+        bounds: list[tuple[int | None, LimitedBy]] = [
+            (self.share, "target"),
+            (self.workload.source.length, "data"),
+            (self.request.max_micro_batch, "caller"),
+        ]
+        known = [(size, kind) for size, kind in bounds if size is not None]
+        top, bound = min(known, key=lambda item: item[0]) if known else (_ROWS_WITHOUT_BOUND, "caller")
+        if top < self.request.multiple_of and top != self.share:
+            raise InvalidRequestError(
+                f"multiple_of={self.request.multiple_of} is larger than the largest micro-batch allowed ({top} rows); "
+                "lower it, or raise max_micro_batch."
+            )
+        length = self.workload.source.length
+        if length is not None and self.share is not None and self.share > length:
+            self.warnings.append(
+                f"target_batch={self.request.target_batch} asks {self.share} samples of each rank per optimizer step, and "
+                f"the data has only {length}: one step would see samples more than once."
+            )
+        return top, bound
+
+    def _plan_ladder(self, share: int) -> Sequence[int]:
+        multiple_of = self.request.multiple_of
+        if self.request.equal_micro_batches:
+            return range(multiple_of, self.top + 1, multiple_of) or (self.top,)
+        return ladder(share, self.top, multiple_of)
+
+    def _schedule(self, now: Standing) -> Schedule:
+        assert now.best is not None and self.request.target_batch is not None
+        return schedule_for(
+            self.request.target_batch,
+            self.ranks.world_size,
+            now.best,
+            at_least=now.floor + 1,
+            multiple_of=self.request.multiple_of,
+            equal=self.request.equal_micro_batches,
+        )
+
+    # -- writing it down
+
+    def _plan_record(self, now: Standing, sizes: Sequence[int], schedule: Schedule, confirmed: Trial | None) -> PlanRecord:
+        assert now.best is not None and self.request.target_batch is not None
+        own = schedule.sizes[self.ranks.rank]
+        fit = confirmed.outcome if confirmed is not None else None
+        whole = confirmed is not None and confirmed.rows_per_step == sum(own)
+        step_time_s = fit.median_step_s if isinstance(fit, Fit) and whole else None
+        self._explain(now)
+        layers = self.workload.training_batch_norms()
+        if layers and len(own) > 1:
+            self.warnings.append(
+                f"BatchNorm in train mode normalises by the micro-batch, so accumulating {len(own)} of them is not exactly "
+                f"the large batch for these layers: {', '.join(layers[:8])}" + (" ..." if len(layers) > 8 else "")
+            )
+        return PlanRecord(
+            target_batch=self.request.target_batch,
+            world_size=self.ranks.world_size,
+            rank=self.ranks.rank,
+            effective_batch=sum(sum(of_rank) for of_rank in schedule.sizes),
+            micro_batch=max(own),
+            accumulation_steps=len(own),
+            micro_batch_sizes=own,
+            max_micro_batch=now.best,
+            min_micro_batch=now.floor + 1,
+            limited_by=limited_by(now, self.trials, sizes[-1], self.bound),
+            evidence=evidence(now, sizes),
+            multiple_of=self.request.multiple_of,
+            equal_micro_batches=self.request.equal_micro_batches,
+            budget_bytes=self.budget.budget_bytes,
+            measured_peak_bytes=fit.peak_bytes if isinstance(fit, Fit) else now.best_peak_bytes,
+            step_time_s=step_time_s,
+            samples_per_s=None if step_time_s is None else self.request.target_batch / step_time_s,
+            trials=tuple(self.trials),
+            warnings=(*self._all_warnings(), *schedule.warnings),
+            memory=self.workload.account(self._state_bytes),
+            environment=self._environment(),
+        )
+
+    def _explain(self, now: Standing) -> None:
+        """Say what was believed about sizes that failed for another reason than memory."""
+        for trial in self.trials:
+            match trial.outcome:
+                case Refused(bound="floor", message=message):
+                    text = f"is too small to run ({message}); no micro-batch is smaller than {now.floor + 1}"
+                case Refused(message=message):
+                    text = f"is beyond a limit that is not the device's memory ({message})"
+                case OutOfMemory(cause="unclear", message=message):
+                    text = f"failed with an error that often means memory, believed because a smaller size ran ({message})"
+                case _:
+                    continue
+            self.warnings.append(f"micro_batch={trial.candidate.micro_batch} {text}.")
+        if self._time_is_up:
+            self.warnings.append(
+                f"time_budget_s={self.request.time_budget_s} ended the search; a larger micro-batch may fit."
+            )
+
+    def _all_warnings(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.workload.warnings, *self.warnings)))
+
+    def _environment(self) -> Environment:
+        return Environment(
+            device=self.device.name,
+            device_name=self.device.description(),
+            model=type(self.workload.module).__name__,
+            optimizer=self.workload.optimizer_name,
+            batch=self.workload.source.description,
+            world_size=self.ranks.world_size,
+            python_version=platform.python_version(),
+            torch_version=torch.__version__,
+            autoaccum_version=version("autoaccum"),
+            platform=platform.platform(),
+        )
+
+
+def _with_outcome(trial: Trial, agreed: Report) -> Trial:
+    assert agreed.outcome is not None
+    return Trial(
+        candidate=trial.candidate,
+        outcome=agreed.outcome,
+        wall_s=trial.wall_s,
+        rows_per_step=trial.rows_per_step,
+        purpose=trial.purpose,
+    )
+
+
+def _checked(request: Request, world_size: int) -> Request:
+    """The request with every number checked; nothing has been touched yet."""
+    target = None if request.target_batch is None else check_target(request.target_batch, world_size)
+    largest = request.max_micro_batch
+    if largest is not None:
+        largest = whole_number(largest, "max_micro_batch", "rows of the largest micro-batch to try")
+    if request.levers != "none":
+        raise InvalidRequestError(f'levers={request.levers!r} is not available in this version; expected "none".')
+    limit = request.time_budget_s
+    if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
+        raise InvalidRequestError(f"time_budget_s={limit!r} is not possible; expected seconds above 0.")
+    return Request(
+        target_batch=target,
+        budget=request.budget,
+        max_micro_batch=largest,
+        multiple_of=whole_number(request.multiple_of, "multiple_of", "what micro-batches are to be multiples of"),
+        equal_micro_batches=bool(request.equal_micro_batches),
+        time_budget_s=limit,
+        exact=bool(request.exact),
+    )
+
+
+def _resolved_budget(asked: object, device: AbstractDevice, workload: Workload, warnings: list[str]) -> Budget:
+    """The budget in bytes, checked against what the device has and what is held already."""
+    total, free, held = device.total_bytes(), device.free_bytes(), device.held_bytes(workload.resident())
+    if asked is None:
+        return Budget(
+            budget_bytes=max(held, min(total, held + free) - device.reserve_bytes()), held_bytes=held, total_bytes=total
+        )
+    size = parse_size(asked)
+    budget = int(total * size.frac) if isinstance(size, Share) else size
+    if budget > total:
+        raise InvalidRequestError(
+            f"budget={asked!r} is larger than {device.name}, which has {format_bytes(total)} for this process; "
+            'lower it, or use device="virtual:..." to try a size that is not here.'
+        )
+    if budget < held:
+        raise InvalidRequestError(
+            f"budget={asked!r} ({format_bytes(budget)}) is less than this process already holds on {device.name}: "
+            f"{format_bytes(held)}. {_account_in_words(workload)}{_rest_in_words(workload, held, device)}"
+        )
+    if budget > held + free:
+        others = ", ".join(f"{h.name} (pid {h.pid}) {format_bytes(h.held_bytes)}" for h in device.holders()[:3])
+        warnings.append(
+            f"The budget is {format_bytes(budget)}, but only {format_bytes(held + free)} can be had on {device.name} now"
+            + (f"; other processes hold memory: {others}." if others else ".")
+        )
+    return Budget(budget_bytes=budget, held_bytes=held, total_bytes=total)
+
+
+def _account_in_words(workload: Workload) -> str:
+    account = workload.account()
+    weights = account.trainable_bytes + account.frozen_bytes + account.buffer_bytes
+    return f"The model's weights and buffers take {format_bytes(weights)}."
+
+
+def _rest_in_words(workload: Workload, held_bytes: int, device: AbstractDevice) -> str:
+    rest = held_bytes - num_bytes(workload.resident())
+    if rest <= 0:
+        return ""
+    holder = (
+        "the interpreter, its libraries and everything else that is loaded" if device.is_host else "the context and cache"
+    )
+    return f" The other {format_bytes(rest)} are {holder}."
+
+
+class _Silent:
+    """No one follows the search."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: Any) -> None:
+        return None
+
+
+def _shown(progress: bool | None) -> Any:
+    """A progress bar where one is wanted, else nothing."""
+    import sys
+
+    wanted = sys.stderr.isatty() if progress is None else progress
+    if not wanted:
+        return _Silent()
+    from autoaccum.report.progress import ProgressBar
+
+    return ProgressBar()
