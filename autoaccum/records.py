@@ -101,7 +101,7 @@ class Trial(Record, frozen=True, kw_only=True):
     """One candidate that was really run, and what came of it.
 
     `purpose`: "probe" is two optimizer steps of two micro-batches of the size; "confirm" is optimizer steps of the plan's
-    own sizes, as training runs them; "relaxed" is that under the host allocator's usual settings, and does not count.
+    own sizes, as training runs them.
     `rows_per_step`: rows of one optimizer step of this trial, on one rank.
     """
 
@@ -109,7 +109,7 @@ class Trial(Record, frozen=True, kw_only=True):
     outcome: Outcome
     wall_s: float
     rows_per_step: int
-    purpose: Literal["probe", "confirm", "relaxed"] = "probe"
+    purpose: Literal["probe", "confirm"] = "probe"
 
 
 class Skipped(Record, frozen=True, kw_only=True):

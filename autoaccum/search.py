@@ -39,8 +39,6 @@ def standing(trials: Sequence[Trial]) -> Standing:
     failures: dict[int, int | None] = {}
     floor = 0
     for trial in trials:
-        if trial.purpose == "relaxed":
-            continue
         size = trial.candidate.micro_batch
         match trial.outcome:
             case Fit(peak_bytes=peak):

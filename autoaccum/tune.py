@@ -50,7 +50,7 @@ _INEXACT_FRAC = 0.05  # probe(exact=False) ends when the limit is known to withi
 _TIMED_S = 10.0  # a plan's optimizer step is timed twice when that takes no longer than this
 _LONGEST_S = 60.0  # and once up to here; a longer step is not run to the end
 
-Purpose = Literal["probe", "confirm", "relaxed"]
+Purpose = Literal["probe", "confirm"]
 
 
 class Request(Record, frozen=True, kw_only=True):
@@ -333,7 +333,7 @@ class _Search:
                 continue
             if self._time_is_up:
                 break
-            confirmed = self._confirm(schedule.sizes[self.ranks.rank])
+            confirmed = self._confirm(now, schedule.sizes[self.ranks.rank])
         return self._plan_record(now, sizes, schedule, confirmed)
 
     def result(self) -> ProbeResult:
@@ -341,8 +341,7 @@ class _Search:
         sizes = range(self.request.multiple_of, self.top + 1, self.request.multiple_of) or (self.top,)
         now = self._search(sizes, 0.0 if self.request.exact else _INEXACT_FRAC)
         assert now.best is not None
-        if not self._time_is_up and self._steadiness.relax():
-            self._under_usual_settings(self._probe_windows(now.best), self._probe_feed)
+        self._settle(now, now.best)
         self._explain(now)
         return ProbeResult(
             max_micro_batch=now.best,
@@ -458,28 +457,24 @@ class _Search:
             micro_batch = source.take(size)
         return [micro_batch] * len(sizes)
 
-    def _confirm(self, sizes: Sequence[int]) -> Trial | None:
+    def _confirm(self, now: Standing, sizes: Sequence[int]) -> Trial | None:
         """Run the plan's own optimizer steps; None when they do not fit after all, which lowers the ceiling."""
-        windows = self._plan_windows(sizes)
-        feed = self.workload.source.micro_batches
-        if self._steadiness.relax():
-            relaxed = self._under_usual_settings(windows, feed)
-            if relaxed is not None:
-                return relaxed
-        trial = self._run(max(sizes), windows, feed, "confirm").trial
+        self._settle(now, max(sizes))
+        trial = self._run(max(sizes), self._plan_windows(sizes), self.workload.source.micro_batches, "confirm").trial
         return trial if isinstance(trial.outcome, Fit) else None
 
-    def _under_usual_settings(
-        self, windows: Sequence[Sequence[int]], feed: Callable[[Sequence[int]], Sequence[Any]]
-    ) -> Trial | None:
-        """The same steps as training will find them; where they do not fit so, the probes' settings stay in force."""
-        size = max(max(sizes) for sizes in windows)
-        known = [t for t in self.trials if t.purpose == "relaxed" and t.candidate.micro_batch == size]
-        trial = known[-1] if known else self._run(size, windows, feed, "relaxed").trial
-        if isinstance(trial.outcome, Fit):
-            return trial
-        self.warnings.append(self._steadiness.tighten())
-        return None
+    def _settle(self, now: Standing, size: int) -> None:
+        """Let the device choose the settings that training will run under, from what was measured at this size."""
+        fits = [t.outcome.peak_bytes for t in self.trials if t.candidate.micro_batch == size and isinstance(t.outcome, Fit)]
+        at_ceiling = [t.outcome for t in self.trials if t.candidate.micro_batch == now.ceiling]
+        by_budget = all(isinstance(outcome, OutOfMemory) and outcome.cause == "budget" for outcome in at_ceiling)
+        note = self._steadiness.settle(
+            peak_bytes=max(fits),
+            held_bytes=self.budget.held_bytes,
+            budget_bytes=self.budget.budget_bytes if by_budget else None,
+        )
+        if note is not None:
+            self.warnings.append(note)
 
     def _plan_windows(self, sizes: Sequence[int]) -> Sequence[Sequence[int]]:
         """As many whole optimizer steps as there is time for; the first one is not timed."""

@@ -133,7 +133,8 @@ def _cuts_for(carriers: list[Carrier], rows: int) -> dict[tuple[str, ...], int |
 
 def described(carriers: list[Carrier]) -> str:
     """In words: the numbers of rows that each part could have."""
-    return ", ".join(f"{name_of(c.path)} has {' or '.join(map(str, c.readings))} rows" for c in carriers[:8])
+    possible = [(name_of(c.path), list({**c.readings, **c.partly})[:4]) for c in carriers[:8]]
+    return ", ".join(f"{name} has {' or '.join(map(str, sizes))} rows" for name, sizes in possible)
 
 
 def carriers_of(node: Any, path: tuple[str, ...] = (), settled: Collection[tuple[str, ...]] = ()) -> Iterator[Carrier]:
@@ -174,7 +175,8 @@ def _carrier_of_list(node: Any, path: tuple[str, ...], children: list[Any], inne
     partly = {size: cuts for size, cuts in inside.items() if size not in shared}
     as_items: Mapping[int, Cuts] = {len(children): {path: "items"}}
     if all(_is_record(child) for child in children):
-        sure = all(_has_a_whole_part(child) for child in children) or not shared.keys() - as_items.keys()
+        evident = all(is_plain_sequence(child) or _has_a_whole_part(child) for child in children)
+        sure = evident or not shared.keys() - as_items.keys()
         doubtful = frozenset() if sure else frozenset(as_items)
         return Carrier(path, {**as_items, **shared, **as_items}, True, doubtful, partly=partly)
     doubtful = frozenset(_doubts(node, children, shared))

@@ -122,13 +122,15 @@ class AbstractDevice(ABC):
 class Steadiness:
     """What a device does to make its peaks repeatable. Here: nothing needs doing."""
 
-    def relax(self) -> bool:
-        """Back to what training usually runs under. Whether that differs from what the probes ran under."""
-        return False
+    def settle(self, *, peak_bytes: int, held_bytes: int, budget_bytes: int | None) -> str | None:
+        """Choose the settings that training will run under, now and after the search; says what is left behind.
 
-    def tighten(self) -> str:
-        """Stay with the probes' settings after all, also afterwards; says what was left behind."""
-        return ""
+        Args:
+            peak_bytes: Measured under the steady settings at the size that training will use.
+            held_bytes: Before the first trial.
+            budget_bytes: What training may hold; None where an allocation failed before any budget was reached.
+        """
+        return None
 
 
 # Errors that no single device owns.

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from autoaccum.devices.base import AbstractDevice, ErrorRow, Holder, Steadiness, Verdict, Watch
+from autoaccum.units import format_bytes
 
 # glibc's mallopt parameters (malloc.h). With the default thresholds, which move, the peak of one size wanders by 30 % and
 # a size that fitted fails after a larger one failed; with these it is affine in the batch (benchmarks/cpu_peaks.py).
@@ -29,6 +30,9 @@ _STEADY = {_M_MMAP_THRESHOLD: 64 * 2**10, _M_TRIM_THRESHOLD: 64 * 2**10, _M_TOP_
 # Setting a threshold ends glibc's adapting of it, so "as before" cannot be had; these are the values that adapting ends at
 # (DEFAULT_MMAP_THRESHOLD_MAX on 64 bits, twice that, DEFAULT_TOP_PAD in malloc.c): full speed, wandering peaks.
 _USUAL = {_M_MMAP_THRESHOLD: 32 * 2**20, _M_TRIM_THRESHOLD: 64 * 2**20, _M_TOP_PAD: 128 * 2**10}
+# What the batch adds to the peak under the usual settings, as a multiple of what it adds under the steady ones: up to 1.6
+# was seen (benchmarks/cpu_peaks.py).
+_WANDERING = 1.75
 STEADY_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
@@ -61,12 +65,11 @@ class CpuDevice(AbstractDevice):
         return total if limit is None else min(total, limit)
 
     def free_bytes(self) -> int:
-        available = int(psutil.virtual_memory().available)
-        in_group = cgroup_free_bytes()
-        return available if in_group is None else min(available, in_group)
+        known = [int(psutil.virtual_memory().available), cgroup_free_bytes(), _resource_limit_room_bytes()]
+        return min(room for room in known if room is not None)
 
     def reserve_bytes(self) -> int:
-        return self.total_bytes() // 10  # where the host's memory is gone the kernel ends processes, it does not raise
+        return self.free_bytes() // 10  # where the host's memory is gone the kernel ends processes, it does not raise
 
     def held_bytes(self, resident: Sequence[Tensor]) -> int:
         return int(psutil.Process().memory_info().rss)
@@ -136,26 +139,25 @@ class _Thresholds(Steadiness):
     """glibc's thresholds: steady while probing, usual afterwards unless the plan needs them steady."""
 
     def __init__(self) -> None:
-        self._keep = False
+        self._after = _USUAL
         _set_thresholds(_STEADY)
 
-    def relax(self) -> bool:
-        _set_thresholds(_USUAL)
-        return True
-
-    def tighten(self) -> str:
-        self._keep = True
-        _set_thresholds(_STEADY)
+    def settle(self, *, peak_bytes: int, held_bytes: int, budget_bytes: int | None) -> str | None:
+        usual_peak_bytes = held_bytes + _WANDERING * (peak_bytes - held_bytes)
+        if budget_bytes is not None and usual_peak_bytes <= budget_bytes:
+            _set_thresholds(_USUAL)
+            return None
+        self._after = _STEADY
         return (
-            "With the C library's usual settings the same steps need more than the budget, so this process keeps returning "
-            "freed memory at once (mallopt: M_MMAP_THRESHOLD and M_TRIM_THRESHOLD 64 KiB, M_TOP_PAD 0), which slows "
-            "training down. In another process set MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 "
-            "MALLOC_TOP_PAD_=0 before it starts, or leave more room in the budget."
+            "With the C library's usual settings the same steps may need up to "
+            f"{format_bytes(int(usual_peak_bytes))}. To stay inside the limit this process goes on returning freed memory "
+            "at once (mallopt: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD 64 KiB, M_TOP_PAD 0), which slows training down. Another "
+            "process needs MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 MALLOC_TOP_PAD_=0 in its environment "
+            "before it starts, or a budget with more room."
         )
 
     def leave(self) -> None:
-        if not self._keep:
-            _set_thresholds(_USUAL)
+        _set_thresholds(self._after)
 
 
 def _set_thresholds(values: dict[int, int]) -> None:
@@ -174,6 +176,16 @@ def _status_bytes(field: str) -> int:
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     raise LookupError(f"/proc/self/status has no {field}")
+
+
+def _resource_limit_room_bytes() -> int | None:
+    """What the caller's own limit on data mappings (`ulimit -d`) still allows, None where there is none."""
+    if sys.platform != "linux":
+        return None
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return None if soft == resource.RLIM_INFINITY else max(0, soft - _status_bytes("VmData"))
 
 
 def _can_reset_peak() -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from autoaccum.batches.structure import cloned
+from autoaccum.batches.structure import cloned, tensors_in
 from autoaccum.devices.base import AbstractDevice, Holder, Watch
 from autoaccum.units import format_bytes, parse_size
 
@@ -41,9 +41,12 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
         self._sizes: dict[int, int] = {}
+        self._is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
         self.count(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor))
         out = func(*args, **kwargs)
         self.count(leaf for leaf in tree_iter((out, args)) if isinstance(leaf, Tensor))  # args: resize_ and set_
@@ -58,6 +61,15 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             for part in _dense_parts(tensor):
                 self._count_storage(part.untyped_storage())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing while inside: what runs there runs on the host."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def _count_storage(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, _rounded(storage.nbytes())
@@ -115,6 +127,7 @@ class VirtualDevice(AbstractDevice):
             raise ValueError(f"capacity_bytes={capacity_bytes!r} is a share; expected a size such as '8GiB'.")
         self._capacity_bytes = size
         self._limit_bytes = size
+        self._tracker: StorageTracker | None = None
         self.name = f"virtual:{format_bytes(size)}"
         self.torch_device = torch.device("cpu")
 
@@ -152,9 +165,11 @@ class VirtualDevice(AbstractDevice):
         watch, tracker = Watch(), StorageTracker(self._limit_bytes)
         try:
             tracker.count(resident)
+            self._tracker = tracker
             with tracker:
                 yield watch
         finally:
+            self._tracker = None
             watch.peak_bytes = watch.peak_allocated_bytes = tracker.peak_bytes
 
     def release(self) -> None:
@@ -164,4 +179,9 @@ class VirtualDevice(AbstractDevice):
         pass
 
     def place(self, batch: Any) -> Any:
-        return cloned(batch)
+        if self._tracker is None:
+            return cloned(batch)
+        with self._tracker.paused():  # the batch it is cut from stays on the host and must not be counted
+            placed = cloned(batch)
+        self._tracker.count(tensors_in(placed))
+        return placed

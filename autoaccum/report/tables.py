@@ -58,7 +58,7 @@ def outcome_in_words(trial: Trial) -> str:
 
 
 TABLE_HEADER = ("micro-batch", "outcome", "peak", "optimizer step", "samples/s", "took")
-_PURPOSES = {"probe": "", "confirm": " (the plan's step)", "relaxed": " (the plan's step, usual malloc)"}
+_PURPOSES = {"probe": "", "confirm": " (the plan's step)"}
 
 
 def table_rows(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
