@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoaccum.errors import InvalidRequestError
+from autoaccum.units import shown
 
 
 def shares(target_batch: int, world_size: int) -> tuple[int, ...]:
@@ -151,7 +152,7 @@ def whole_number(value: object, name: str, meaning: str) -> int:
     except (TypeError, ValueError, OverflowError):
         sound = False
     if not sound:
-        raise InvalidRequestError(f"{name}={str(value)[:60]!r} is not possible; expected a whole number >= 1: {meaning}.")
+        raise InvalidRequestError(f"{name}={shown(value)} is not possible; expected a whole number >= 1: {meaning}.")
     return int(whole)
 
 

@@ -603,7 +603,7 @@ class _Search:
             batch=self.workload.source.description,
             world_size=self.ranks.world_size,
             python_version=platform.python_version(),
-            torch_version=torch.__version__,
+            torch_version=str(torch.__version__),
             autoaccum_version=version("autoaccum"),
             platform=platform.platform(),
         )

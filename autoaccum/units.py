@@ -46,14 +46,14 @@ def parse_size(value: object, name: str = "budget") -> int | Share:
         return _positive(int(value), value, name)  # 8e9 is a whole number too
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) and len(value) <= 64 else None
     if match is None:
-        raise InvalidRequestError(f"{name}={_shown(value)} cannot be read as memory; {_EXPECTED}.")
+        raise InvalidRequestError(f"{name}={shown(value)} cannot be read as memory; {_EXPECTED}.")
     number, unit = float(match[1]), match[2].lower()
     if unit == "%":
         if not 0 < number <= 100:
-            raise InvalidRequestError(f"{name}={_shown(value)} is outside 0 % to 100 %; {_EXPECTED}.")
+            raise InvalidRequestError(f"{name}={shown(value)} is outside 0 % to 100 %; {_EXPECTED}.")
         return Share(number / 100)
     if unit not in _UNIT_BYTES:
-        raise InvalidRequestError(f"{name}={_shown(value)} has the unknown unit {match[2]!r}; {_EXPECTED}.")
+        raise InvalidRequestError(f"{name}={shown(value)} has the unknown unit {match[2]!r}; {_EXPECTED}.")
     return _positive(int(Fraction(match[1]) * _UNIT_BYTES[unit]), value, name)  # a float would lose bytes
 
 
@@ -92,13 +92,14 @@ def format_seconds(seconds: float | None) -> str:
 
 def _positive(num_bytes: int, value: object, name: str) -> int:
     if num_bytes <= 0:
-        raise InvalidRequestError(f"{name}={_shown(value)} is not above zero; {_EXPECTED}.")
+        raise InvalidRequestError(f"{name}={shown(value)} is not above zero; {_EXPECTED}.")
     if num_bytes > 2**62:  # what a signed 64-bit counter of bytes can still add up
-        raise InvalidRequestError(f"{name}={_shown(value)} is more than any device holds; {_EXPECTED}.")
+        raise InvalidRequestError(f"{name}={shown(value)} is more than any device holds; {_EXPECTED}.")
     return num_bytes
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """The value as an error shows it: as Python writes it, shortened."""
     try:
         text = repr(value)
     except ValueError:  # Python does not write out a whole number of more than 4300 digits

@@ -77,7 +77,7 @@ class Workload:
             )
         self.model = model
         self.module = _unwrapped(model)
-        self.device = _single_device(self.module)
+        _single_device(self.module)
         self.weight = weight
         self.warnings: list[str] = []
         self._loss_fn, self._training_step = loss_fn, training_step
@@ -87,6 +87,15 @@ class Workload:
             _check_sample_device(sample, self.device)
             if batch_dim is None:
                 _refuse_time_as_rows(sample, self.module)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(self.module.parameters()).device
+
+    def move_to(self, device: torch.device) -> None:
+        """Move the model; its parameters stay the same objects, so an optimizer over them stays valid."""
+        self.module.to(device)
 
     @property
     def trainable(self) -> list[nn.Parameter]:

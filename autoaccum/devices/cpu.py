@@ -7,6 +7,7 @@ refused allocation (a convolution was seen to end the process), and because it c
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import sys
 import threading
@@ -33,12 +34,6 @@ _USUAL = {_M_MMAP_THRESHOLD: 32 * 2**20, _M_TRIM_THRESHOLD: 64 * 2**20, _M_TOP_P
 # What the batch adds to the peak under the usual settings, as a multiple of what it adds under the steady ones: up to 1.6
 # was seen (benchmarks/cpu_peaks.py).
 _WANDERING = 1.75
-STEADY_ENVIRONMENT = {
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-    "MALLOC_TOP_PAD_": "0",
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1",  # cached primitives hold memory for every shape that was tried
-}
 
 _NET_FRAC = 0.25  # how far above the budget the net hangs: address space is more than memory
 _NET_BYTES = 512 * 2**20  # room for thread stacks (8 MiB each) and for the arenas of a first parallel kernel
@@ -279,6 +274,15 @@ def _inactive_file_bytes(folder: Path) -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "total_inactive_file ")))
+
+
+def host_allocator() -> str:
+    """The C library's allocator in words, with the settings that change peaks."""
+    library, number = platform.libc_ver()
+    settings = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(("MALLOC_", "LD_PRELOAD"))]
+    known = f"{library} {number}" if library else f"that of {platform.system()}"
+    capped = "allocations can be capped" if sys.platform == "linux" else "allocations cannot be capped here"
+    return ", ".join([known, capped, *settings])
 
 
 CPU_ROWS = (

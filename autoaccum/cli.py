@@ -1,0 +1,143 @@
+"""The command line: options -> a search in a worker process -> a report. Thin: nothing is decided here.
+
+Exit codes: 0 done, 1 nothing fits, 2 the call or the target is wrong, 130 interrupted. torch is not imported here.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import click
+
+from autoaccum.errors import AutoaccumError
+from autoaccum.records import PlanRecord, ProbeResult, to_json
+from autoaccum.report.files import write_whole
+from autoaccum.worker.parent import WorkerError, search_in_worker
+
+_TARGET_HELP = """TARGET is what to train: file.py:function or package.module:function (no arguments; returns an
+autoaccum.Workload or (model, sample)), demo:gpt, demo:resnet, "hf:llama?hidden_size=256&num_hidden_layers=4&seq_len=128", or
+"torchvision:resnet50?image=224"."""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="autoaccum")
+def cli() -> None:
+    """Find, before training, how to take one optimizer step at a chosen effective batch inside a memory budget."""
+
+
+@cli.command("probe", epilog=_TARGET_HELP)
+@click.argument("target")
+@click.option("--target-batch", type=int, help="Samples per optimizer step. Without it: only how many fit.")
+@click.option(
+    "--budget", help='All this process may hold on the device: "8GiB", "80%". Default: what is free, less a reserve.'
+)
+@click.option("--device", help='"cpu", "cuda:0", "virtual:8GiB". Default: where the target puts its model.')
+@click.option("--levers", default="none", show_default=True, help='Memory levers to search: "none".')
+@click.option("--max-micro-batch", type=int, help="No micro-batch above this many samples.")
+@click.option("--multiple-of", type=int, default=1, show_default=True, help="Micro-batches are multiples of this.")
+@click.option("--equal-micro-batches", is_flag=True, help="One size for all micro-batches (HF Trainer, DeepSpeed).")
+@click.option("--time-budget", "time_budget_s", type=float, metavar="SECONDS", help="Try no further size after this.")
+@click.option("--inexact", is_flag=True, help="Without a target: stop when the limit is known to within 5 %.")
+@click.option("--json", "json_path", metavar="FILE", help="Write a Plan (without a target a ProbeResult); - for stdout.")
+@click.option("--markdown", "markdown_path", metavar="FILE", help="Write a report; - for stdout.")
+@click.option("--progress/--no-progress", default=None, help="Show a bar. Default: when stderr is a terminal.")
+def probe_command(
+    target: str, device: str | None, json_path: str | None, markdown_path: str | None, progress: bool | None, **numbers: Any
+) -> None:
+    """Search with real training steps and print the trials and the plan."""
+    _check_writable(json_path, markdown_path)
+    request = {**{name: value for name, value in numbers.items() if name != "inexact"}, "exact": not numbers["inexact"]}
+    with _shown(progress) as follower:
+        found = search_in_worker(target, request, device, follower)
+    to_stdout = "-" in (json_path, markdown_path)
+    if not to_stdout:
+        from autoaccum.report.terminal import show
+
+        show(found)
+    for path, text in ((json_path, to_json(found)), (markdown_path, _markdown(found))):
+        if path == "-":
+            click.echo(text)
+        elif path is not None:
+            write_whole(Path(path), text)
+
+
+@cli.command()
+def doctor() -> None:
+    """Show the devices, their memory, the driver, the allocator, and who else holds memory."""
+    from autoaccum.report.doctor import examine
+
+    for line in examine():
+        click.echo(line)
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command line and exit with its code."""
+    sys.exit(_run(args))
+
+
+def _run(args: list[str] | None) -> int:
+    try:
+        cli.main(args=args, prog_name="autoaccum", standalone_mode=False)
+    except click.exceptions.Exit as request:  # --help and --version
+        return request.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return 130
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except WorkerError as error:
+        return _report_failure(error)
+    except (AutoaccumError, OSError) as error:
+        click.echo(f"autoaccum: {error}", err=True)
+        return 2
+    return 0
+
+
+def _report_failure(error: WorkerError) -> int:
+    if error.kind == "nothing fits":
+        from autoaccum.report.terminal import show_trials
+
+        show_trials(error.trials)
+    click.echo(str(error) if error.kind == "user" else f"autoaccum: {error}", err=True)
+    return 1 if error.kind == "nothing fits" else 2
+
+
+def _check_writable(*paths: str | None) -> None:
+    """Refuse a report that could not be written before the search, not after it."""
+    for path in paths:
+        if path not in (None, "-") and not Path(str(path)).absolute().parent.is_dir():
+            raise click.UsageError(f"the folder of {path!r} does not exist; make it first.")
+        if path not in (None, "-") and Path(str(path)).is_dir():
+            raise click.UsageError(f"{path!r} is a folder; expected a file name.")
+
+
+def _markdown(found: PlanRecord | ProbeResult) -> str:
+    from autoaccum.report.text import plan_markdown, probe_markdown
+
+    return plan_markdown(found) if isinstance(found, PlanRecord) else probe_markdown(found)
+
+
+def _shown(progress: bool | None) -> Any:
+    wanted = sys.stderr.isatty() if progress is None else progress
+    if not wanted:
+        return nullcontext(_Silent())
+    from autoaccum.report.progress import ProgressBar
+
+    return ProgressBar()
+
+
+class _Silent:
+    """Follows a search without a word."""
+
+    def bounded(self, top: int) -> None:
+        """Nothing to show."""
+
+    def started(self, candidate: object, purpose: str) -> None:
+        """Nothing to show."""
+
+    def finished(self, trial: object) -> None:
+        """Nothing to show."""

@@ -1,0 +1,66 @@
+"""A workload from a function of the user's own, by file or by module."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from autoaccum.errors import InvalidRequestError
+from autoaccum.workload import Workload
+
+
+def workload_from_function(location: str, function: str) -> Workload:
+    """Call `function` of a file or module; it returns a `Workload`, or `(model, sample)`.
+
+    Raises:
+        InvalidRequestError: When it is not there, or returns something else.
+        Exception: Whatever the user's code raises, at import or when called.
+    """
+    is_file = location.endswith(".py") or "/" in location or "\\" in location
+    module = _module_from_file(Path(location)) if is_file else _module_by_name(location)
+    build = getattr(module, function, None)
+    if not callable(build):
+        known = sorted(n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__)
+        raise InvalidRequestError(
+            f"{location} has no function {function!r}; it has: {', '.join(known) or 'none'}. "
+            "The function takes no arguments and returns an autoaccum.Workload or (model, sample)."
+        )
+    return _as_workload(build(), f"{location}:{function}")
+
+
+def _as_workload(built: Any, name: str) -> Workload:
+    if isinstance(built, Workload):
+        return built
+    if isinstance(built, tuple) and len(built) == 2:
+        return Workload(*built)
+    raise InvalidRequestError(
+        f"{name} returned a {type(built).__name__}; expected an autoaccum.Workload or a tuple (model, sample)."
+    )
+
+
+def _module_from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise InvalidRequestError(f"there is no file {str(path)!r}; expected file.py:function.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise InvalidRequestError(f"{str(path)!r} is not a Python file; expected file.py:function.")
+    sys.path.insert(0, str(path.parent.resolve()))  # as for a script: the modules beside the file can be imported
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module_by_name(name: str) -> ModuleType:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if name == missing or name.startswith(missing + "."):
+            raise InvalidRequestError(f"there is no module {name!r}; expected package.module:function.") from None
+        raise
