@@ -11,15 +11,17 @@ import random
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 _Restore = Callable[[], None]
@@ -32,8 +34,8 @@ def preserved(
     """Give a snapshot that can be restored at any time, and restore it on the way out, whatever happened.
 
     Kept: parameters, buffers, gradients, `requires_grad`, train/eval flags, hooks, tensors that modules hold as plain
-    attributes, optimizer state and parameter groups, the generators of python, numpy, torch and the device, grad mode,
-    autocast, default dtype and the flags of `torch.backends`.
+    attributes or in lists and dicts there, optimizer state and parameter groups, the generators of python, numpy, torch and
+    the device, grad mode, autocast, default dtype and the flags of `torch.backends`.
 
     Args:
         model: Its tensors are restored in place, so views and tied weights stay what they are.
@@ -62,30 +64,55 @@ class Snapshot:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, *, device: torch.device, on_disk: bool) -> None:
         self._vault = _Vault(on_disk)
-        kept: dict[int, Tensor] = {}
-        self._restores: list[_Restore] = []
-        for module in model.modules():
-            self._restores.append(_keep_module(module))
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None:
-                    kept.setdefault(id(tensor), tensor)
+        self._restores = [_keep_module(module) for module in model.modules()]
         if optimizer is not None:
             self._restores.append(_keep_optimizer(optimizer))
-            for tensor in tree_leaves([list(optimizer.state.values()), optimizer.param_groups]):
-                if isinstance(tensor, Tensor):
-                    kept.setdefault(id(tensor), tensor)
-        self._tensors = [_keep_tensor(tensor, self._vault) for tensor in kept.values()]
+        try:
+            self._tensors = [_keep_tensor(tensor, self._vault) for tensor in _tensors_of(model, optimizer)]
+        except BaseException:
+            self._vault.close()  # there may be no room for all of it
+            raise
         self._ambient = [*_keep_random_states(device), *(_keep_setting(*setting) for setting in _settings(device.type))]
 
     def restore(self) -> None:
-        """Put everything back; Ctrl-C waits until that is done."""
-        with _uninterrupted(), torch.no_grad():
-            for put_back in (*self._restores, *self._tensors, *self._ambient):
-                put_back()
+        """Put everything back; Ctrl-C waits until that is done.
+
+        Raises:
+            RuntimeError: The first error of a part that could not be put back, after all other parts were.
+        """
+        failures: list[RuntimeError] = []
+        with _uninterrupted():
+            with torch.no_grad():
+                _run_all((*self._restores, *self._tensors), failures)
+            _run_all(self._ambient, failures)  # grad mode is one of them, and leaving `no_grad` sets it as well
+        if failures:
+            raise failures[0]
 
     def close(self) -> None:
         """Let go of the kept bytes."""
         self._vault.close()
+
+
+def _run_all(restores: Iterable[_Restore], failures: list[RuntimeError]) -> None:
+    """What can be put back is, even where a lost device refuses its part."""
+    for put_back in restores:
+        try:
+            put_back()
+        except RuntimeError as failure:
+            failures.append(failure)
+
+
+def _tensors_of(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
+    """The tensors whose values are kept, each once."""
+    found: list[Any] = []
+    for module in model.modules():
+        found += [*module._parameters.values(), *module._buffers.values()]
+        found += [leaf for leaf in tree_leaves(_plain_attributes(module)) if isinstance(leaf, Tensor) and leaf.is_leaf]
+    if optimizer is not None:
+        found += tree_leaves([list(optimizer.state.values()), optimizer.param_groups])
+    held = {id(tensor): tensor for tensor in found if isinstance(tensor, Tensor)}
+    gradients = [tensor.grad for tensor in held.values() if tensor.is_leaf and tensor.grad is not None]
+    return list((held | {id(gradient): gradient for gradient in gradients}).values())
 
 
 # The module's own registries of hooks, in torch.nn.Module.__init__.
@@ -104,33 +131,59 @@ _HOOK_REGISTRIES = (
 )
 _TENSOR_HOOK_REGISTRIES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOK_REGISTRIES)
+# What registering and removing leaves in a module besides: the mode, names of buffers, which kind of hook is in use.
+_MARKS = ("training", "_non_persistent_buffers_set", "_is_full_backward_hook")
 
 
 def _keep_module(module: nn.Module) -> _Restore:
     registries = {name: dict(vars(module)[name]) for name in _REGISTRIES if name in vars(module)}
-    training = module.training
-    attributes = _tensor_attributes(module)
+    marks = {name: copy.copy(vars(module)[name]) for name in _MARKS if name in vars(module)}
+    attributes = _plain_attributes(module)
+    had_tensors = {name for name, value in attributes.items() if _holds_tensors(value)}
+    contents = _keep_contents(list(attributes.values()))
 
     def put_back() -> None:
         for name, before in registries.items():
             _refill(vars(module)[name], before)
-        module.training = training
-        for name in _tensor_attributes(module):
-            if name not in attributes:
+        vars(module).update((name, copy.copy(mark)) for name, mark in marks.items())
+        for name in had_tensors.union(name for name, value in _plain_attributes(module).items() if _holds_tensors(value)):
+            if name in attributes:
+                object.__setattr__(module, name, attributes[name])
+            else:
                 delattr(module, name)
-        for name, value in attributes.items():
-            object.__setattr__(module, name, value)
+        for refill in contents:
+            refill()
 
     return put_back
 
 
-def _tensor_attributes(module: nn.Module) -> dict[str, Any]:
-    """Plain attributes that hold tensors, such as a remembered attention map: they would keep a trial's memory alive."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if name not in _REGISTRIES and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
-    }
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """What the module holds besides its registries: a remembered attention map there would keep a trial's memory alive."""
+    return {name: value for name, value in vars(module).items() if name not in (*_REGISTRIES, *_MARKS)}
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+
+
+def _keep_contents(nodes: Iterable[Any]) -> list[_Restore]:
+    """How to empty lists and dicts, nested ones as well, of the tensors that were put into them, and to refill them."""
+    found: list[_Restore] = []
+    for node in nodes:
+        if type(node) in (list, dict):
+            found.append(partial(_put_contents_back, node, copy.copy(node)))
+        if isinstance(node, (list, tuple, dict)):
+            found += _keep_contents(node.values() if isinstance(node, dict) else node)
+    return found
+
+
+def _put_contents_back(node: Any, before: Any) -> None:
+    if not _holds_tensors(node) and not _holds_tensors(before):
+        return  # numbers and names are the user's business
+    if isinstance(node, dict):
+        _refill(node, before)
+    else:
+        node[:] = before
 
 
 def _refill(registry: MutableMapping[Any, Any], before: dict[Any, Any]) -> None:
@@ -142,23 +195,44 @@ def _refill(registry: MutableMapping[Any, Any], before: dict[Any, Any]) -> None:
 
 
 def _keep_tensor(tensor: Tensor, vault: _Vault) -> _Restore:
-    gradient, requires_grad = (tensor.grad if tensor.is_leaf else None), tensor.requires_grad
+    is_leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
+    gradient = tensor.grad if is_leaf else None
     hooks = {name: dict(getattr(tensor, name) or {}) for name in _TENSOR_HOOK_REGISTRIES}
-    values = tensor.detach()  # shares the storage, also after the user's step put another one in its place
-    slot = vault.put(values)
+    # Shares the storage, also after the user's step put another one in its place. Where there is no such thing as one
+    # storage, the tensor itself is written.
+    values = tensor.detach() if _has_own_storage(tensor) else tensor
+    slot = vault.put(_without_repeats(values.detach()))
 
     def put_back() -> None:
-        if not tensor.is_set_to(values):
+        if values is not tensor and not tensor.is_set_to(values):
             tensor.data = values
-        vault.take_into(slot, values)
-        if tensor.is_leaf:
-            tensor.requires_grad_(requires_grad)
-            tensor.grad = gradient
+        vault.take_into(slot, _without_repeats(values))
+        if is_leaf:
+            if not tensor.is_leaf and not tensor._is_view():
+                tensor.detach_()  # written to in place with a graph, which it would keep alive
+            if tensor.is_leaf:
+                tensor.requires_grad_(requires_grad)
+                tensor.grad = gradient
         for name, before in hooks.items():
             if getattr(tensor, name) is not None:
                 _refill(getattr(tensor, name), before)
 
     return put_back
+
+
+def _has_own_storage(tensor: Tensor) -> bool:
+    """Whether one storage of its own holds the values: no sparse layout, no quantizer, no subclass around other tensors."""
+    plain = tensor.layout == torch.strided and not tensor.is_quantized
+    return plain and not is_traceable_wrapper_subclass(tensor)
+
+
+def _without_repeats(values: Tensor) -> Tensor:
+    """The same memory without the dimensions that `expand` made, which cannot be written to."""
+    if values.layout == torch.strided:
+        for dim in reversed(range(values.ndim)):
+            if values.stride(dim) == 0 and values.shape[dim] > 1:
+                values = values.select(dim, 0)
+    return values
 
 
 _COUNTERS = (int, float, str, type(None))  # plain attributes, such as the marks that learning rate schedulers set
@@ -167,17 +241,18 @@ _COUNTERS = (int, float, str, type(None))  # plain attributes, such as the marks
 def _keep_optimizer(optimizer: Optimizer) -> _Restore:
     leaves, structure = tree_flatten(dict(optimizer.state))
     leaves = [leaf if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves]
-    groups = [dict(group, params=list(group["params"])) for group in optimizer.param_groups]
+    own_groups = list(optimizer.param_groups)
+    groups = [dict(group, params=list(group["params"])) for group in own_groups]
     plain = {name: value for name, value in vars(optimizer).items() if isinstance(value, _COUNTERS)}
 
     def put_back() -> None:
         fresh = [leaf if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves]
         optimizer.state.clear()
         optimizer.state.update(tree_unflatten(fresh, structure))
-        for group, before in zip(optimizer.param_groups, groups, strict=False):
+        for group, before in zip(own_groups, groups, strict=True):
             group.clear()
             group.update(before, params=list(before["params"]))
-        del optimizer.param_groups[len(groups) :]
+        optimizer.param_groups[:] = own_groups
         for name in [name for name, value in vars(optimizer).items() if isinstance(value, _COUNTERS) and name not in plain]:
             delattr(optimizer, name)
         vars(optimizer).update(plain)
@@ -218,19 +293,40 @@ def _settings(device_type: str) -> list[_Setting]:
     for kind in {"cpu", device_type}:
         found.append(_Setting(partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)))
         found.append(_Setting(partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)))
-    for name in ("enabled", "benchmark", "deterministic"):
-        found.append(_Setting(partial(getattr, torch.backends.cudnn, name), partial(setattr, torch.backends.cudnn, name)))
+    for name in ("enabled", "benchmark", "deterministic", "allow_tf32"):
+        found.append(_attribute_setting(torch.backends.cudnn, name))
+    if hasattr(torch.backends, "fp32_precision"):  # since torch 2.9; after the old names, which set some of these
+        places = [attrgetter(place)(torch.backends) for place in _PRECISION_PLACES]
+        found += [_attribute_setting(place, "fp32_precision") for place in (torch.backends, *places)]
     return found
 
 
+# Outer ones first: the inner ones follow them. `mkldnn` itself is left out, its setter sets all of them (torch 2.13).
+_PRECISION_PLACES = ("cudnn", "cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
+
+
+def _attribute_setting(owner: object, name: str) -> _Setting:
+    return _Setting(partial(getattr, owner, name), partial(setattr, owner, name))
+
+
+_UNREADABLE = object()
+
+
 def _keep_setting(get: Callable[[], Any], set_: Callable[[Any], Any]) -> _Restore:
-    before = get()
+    before = _read(get)
 
     def put_back() -> None:
-        if get() != before:
+        if before is not _UNREADABLE and _read(get) != before:
             set_(before)
 
     return put_back
+
+
+def _read(get: Callable[[], Any]) -> Any:
+    try:
+        return get()
+    except RuntimeError:  # torch does not tell a precision by its old name once it was set by its new one
+        return _UNREADABLE
 
 
 @final
@@ -272,8 +368,9 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's own memory, without a copy."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    """The contiguous tensor's own memory, without a copy."""
+    row = tensor.detach().as_strided((tensor.numel(),), (1,))  # a dimension of size 1 may have any stride
+    return memoryview(row.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -56,6 +56,7 @@ def run_window(
     """
     total_weight = float(sum(weights))
     mean_loss: Tensor | None = None
+    # The step as well: optimizer state made under inference mode could not be updated outside of it.
     with torch.inference_mode(False), torch.enable_grad():
         for micro_batch, weight in zip(micro_batches, weights, strict=True):
             if weight == 0:
@@ -69,13 +70,13 @@ def run_window(
             part.backward()  # type: ignore[no-untyped-call]
             part = part.detach()
             mean_loss = part if mean_loss is None else mean_loss + part
-    progress.phase = "optimizer"
-    if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
-        raise InvalidRequestError(
-            "no parameter of the optimizer received a gradient: the training step ran nothing that leads to them. "
-            "Does the loss depend on the model that was passed in?"
-        )
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+        progress.phase = "optimizer"
+        if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
+            raise InvalidRequestError(
+                "no parameter of the optimizer received a gradient: the training step ran nothing that leads to them. "
+                "Does the loss depend on the model that was passed in?"
+            )
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     assert mean_loss is not None  # a gradient came from somewhere
     return mean_loss

@@ -139,7 +139,7 @@ def tasks(draw: st.DrawFn) -> tuple[Device, Ladder, dict[str, Any]]:
 
 
 @given(tasks())
-@settings(max_examples=400)
+@settings(max_examples=250)
 @example((Device(limit=100, floor=40), range(1, 129), {}))
 @example((Device(limit=150_000), range(100_000, 200_001), {}))
 @example((Device(limit=11), range(1, 65), {}))
@@ -153,7 +153,6 @@ def test_answer_is_that_of_trying_everything(task: tuple[Device, Ladder, dict[st
 
 
 @given(tasks())
-@settings(max_examples=200)
 def test_answer_is_proven(task: tuple[Device, Ladder, dict[str, Any]]) -> None:
     """At the end the next larger size was run and failed, or there is none."""
     device, sizes, options = task
@@ -165,7 +164,6 @@ def test_answer_is_proven(task: tuple[Device, Ladder, dict[str, Any]]) -> None:
 
 
 @given(tasks())
-@settings(max_examples=200)
 def test_every_probe_is_new_and_on_the_ladder(task: tuple[Device, Ladder, dict[str, Any]]) -> None:
     """Only sizes worth trying are tried, and none twice."""
     device, sizes, options = task
@@ -174,7 +172,7 @@ def test_every_probe_is_new_and_on_the_ladder(task: tuple[Device, Ladder, dict[s
 
 
 @given(tasks())
-@settings(max_examples=400)
+@settings(max_examples=250)
 @example((Device(limit=2**10 - 1), range(1, 2**10 + 1), {}))
 @example((Device(limit=2**10), range(1, 2**10 + 1), {}))
 @example((Device(limit=33, floor=31), range(1, 2**10), {}))
@@ -186,7 +184,6 @@ def test_probes_are_few(task: tuple[Device, Ladder, dict[str, Any]]) -> None:
 
 
 @given(tasks())
-@settings(max_examples=200)
 def test_caution_costs_at_most_four_probes(task: tuple[Device, Ladder, dict[str, Any]]) -> None:
     """A cautious search needs at most four probes more than that."""
     device, sizes, options = task
@@ -195,7 +192,6 @@ def test_caution_costs_at_most_four_probes(task: tuple[Device, Ladder, dict[str,
 
 
 @given(ladders(), st.integers(0, 2**32), st.booleans())
-@settings(max_examples=200)
 def test_search_ends_on_a_device_that_makes_no_sense(sizes: Ladder, seed: int, cautious: bool) -> None:
     """On a device whose sizes fit and fail at random, the search still ends within its ceiling."""
     outcomes: list[Outcome] = [
@@ -212,7 +208,6 @@ def test_search_ends_on_a_device_that_makes_no_sense(sizes: Ladder, seed: int, c
 
 
 @given(tasks())
-@settings(max_examples=200)
 def test_sound_search_never_reaches_its_ceiling(task: tuple[Device, Ladder, dict[str, Any]]) -> None:
     """The ceiling on probes is above what any sound search needs."""
     device, sizes, options = task
@@ -269,7 +264,6 @@ def test_trials_of_another_search_are_used(task: tuple[Device, Ladder, dict[str,
 
 
 @given(tasks(), st.floats(0, 0.5))
-@settings(max_examples=200)
 def test_tolerance_is_respected(task: tuple[Device, Ladder, dict[str, Any]], tolerance_frac: float) -> None:
     """With a tolerance the answer is a size that fits, and misses the largest by no more than that fraction."""
     device, sizes, options = task

@@ -179,14 +179,15 @@ def _carrier_of_list(node: Any, path: tuple[str, ...], children: list[Any], inne
         sure = evident or not shared.keys() - as_items.keys()
         doubtful = frozenset() if sure else frozenset(as_items)
         return Carrier(path, {**as_items, **shared, **as_items}, True, doubtful, partly=partly)
-    doubtful = frozenset(_doubts(node, children, shared))
+    doubts = frozenset(_doubts(node, children, shared))
     by_items = {
         size: _merged(c.by_items.get(size) or c.readings.get(size, {}) for c in inner)
         for size in shared
         if any(size in c.by_items for c in inner)
     }
-    by_items |= {size: cuts for size, cuts in as_items.items() if size in doubtful and size in shared}
-    return Carrier(path, {**shared, **as_items, **shared}, True, doubtful, by_items, partly)
+    both_ways = {size: cuts for size, cuts in as_items.items() if size in doubts and size in shared}
+    readings = {**shared, **as_items, **shared}
+    return Carrier(path, readings, True, doubts - both_ways.keys(), {**by_items, **both_ways}, partly)
 
 
 def _doubts(node: Any, children: list[Any], shared: Mapping[int, Cuts]) -> Iterator[int]:
@@ -289,18 +290,18 @@ def _refuse_hidden_rows(batch: Any, layout: Layout, batch_dim: Mapping[str | int
 
 
 def _refuse_other_reading(batch: Any, layout: Layout) -> None:
-    """Refuse to guess where leading dimensions differ but another length is common to all tensors."""
+    """Refuse to guess where some tensors lack the rows found, but another length is common to all of them."""
     lists = [path for path, how in layout.cuts.items() if how == "items"]
     shapes = [
         leaf.shape
         for path, leaf in leaves_of(batch)
         if is_array(leaf) and leaf.ndim and not any(covers(path, of_items) for of_items in lists)
     ]
-    leading = {int(shape[0]) for shape in shapes}
-    in_all = set.intersection(*(set(map(int, shape)) for shape in shapes)) - leading - {1} if shapes else set()
-    if len(leading) > 1 and in_all:
+    in_all = set.intersection(*(set(map(int, shape)) for shape in shapes)) - {layout.rows, 1} if shapes else set()
+    if in_all and any(shape[0] != layout.rows for shape in shapes):
         raise InvalidRequestError(
-            f"every tensor has a dimension of {max(in_all)}, but not as the leading one: the rows may be there. " + _REMEDY
+            f"every tensor has a dimension of {max(in_all)}, but only some have a leading one of {layout.rows}: "
+            f"the rows may be there. {_REMEDY}"
         )
 
 

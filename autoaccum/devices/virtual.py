@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_iter
 
 from autoaccum.batches.structure import cloned, tensors_in
 from autoaccum.devices.base import AbstractDevice, Holder, Watch
+from autoaccum.errors import InvalidRequestError
 from autoaccum.units import format_bytes, parse_size
 
 _BLOCK_BYTES = 512  # kMinBlockSize in c10/core/AllocatorConfig.h: every request is rounded up to it
@@ -41,6 +42,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
         self._sizes: dict[int, int] = {}
+        self._finalizers: dict[int, weakref.finalize[..., torch.UntypedStorage]] = {}
         self._is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,6 +64,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for part in _dense_parts(tensor):
                 self._count_storage(part.untyped_storage())
 
+    def close(self) -> None:
+        """Stop following: storages that live on, such as those of parameters, let go of the tracker."""
+        while self._finalizers:  # a collection may take entries out in between
+            self._finalizers.popitem()[1].detach()
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Count nothing while inside: what runs there runs on the host."""
@@ -77,7 +84,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known == size:
             return
         if known is None:
-            weakref.finalize(storage, self._forget, key).atexit = False
+            self._finalizers[key] = weakref.finalize(storage, self._forget, key)
+            self._finalizers[key].atexit = False
         grown = size - (known or 0)
         self._sizes[key] = size
         self.live_bytes += grown
@@ -90,6 +98,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _forget(self, key: int) -> None:
         self.live_bytes -= self._sizes.pop(key, 0)
+        self._finalizers.pop(key, None)
 
 
 def _rounded(num_bytes: int) -> int:
@@ -102,8 +111,10 @@ def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
     elif tensor.layout == torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
-    else:
-        return
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
 
 
 @final
@@ -124,7 +135,7 @@ class VirtualDevice(AbstractDevice):
     def __init__(self, capacity_bytes: int | str) -> None:
         size = parse_size(capacity_bytes, "capacity_bytes")
         if not isinstance(size, int):
-            raise ValueError(f"capacity_bytes={capacity_bytes!r} is a share; expected a size such as '8GiB'.")
+            raise InvalidRequestError(f"capacity_bytes={capacity_bytes!r} is a share; expected a size such as '8GiB'.")
         self._capacity_bytes = size
         self._limit_bytes = size
         self._tracker: StorageTracker | None = None
@@ -146,6 +157,7 @@ class VirtualDevice(AbstractDevice):
     def held_bytes(self, resident: Sequence[Tensor]) -> int:
         tracker = StorageTracker()
         tracker.count(resident)
+        tracker.close()
         return tracker.live_bytes
 
     def holders(self) -> tuple[Holder, ...]:
@@ -170,6 +182,7 @@ class VirtualDevice(AbstractDevice):
                 yield watch
         finally:
             self._tracker = None
+            tracker.close()
             watch.peak_bytes = watch.peak_allocated_bytes = tracker.peak_bytes
 
     def release(self) -> None:

@@ -72,7 +72,7 @@ class ResidualBlock(nn.Module):
         return F.relu(self.body(x_bcyx) + self.shortcut(x_bcyx))
 
 
-def gpt(vocabulary: int = 4096, seq_len: int = 128, layers: int = 4, width: int = 256, heads: int = 4) -> Workload:
+def gpt(vocabulary: int = 16384, seq_len: int = 128, layers: int = 2, width: int = 256, heads: int = 4) -> Workload:
     """A small GPT; batches are {"input_ids", "labels"} of (B, T)."""
     ids = torch.randint(vocabulary, (8, seq_len))
     model = Gpt(vocabulary, seq_len, layers, width, heads)
