@@ -99,15 +99,19 @@ def _run(args: list[str] | None) -> int:
 
 def _report_failure(error: WorkerError) -> int:
     if error.kind == "nothing fits":
+        from rich.console import Console
+
         from autoaccum.report.terminal import show_trials
 
-        show_trials(error.trials)
+        show_trials(error.trials, Console(stderr=True))
     click.echo(str(error) if error.kind == "user" else f"autoaccum: {error}", err=True)
     return 1 if error.kind == "nothing fits" else 2
 
 
 def _check_writable(*paths: str | None) -> None:
     """Refuse a report that could not be written before the search, not after it."""
+    if paths.count("-") > 1:
+        raise click.UsageError("only one report can go to stdout (-); give the other a file name.")
     for path in paths:
         if path not in (None, "-") and not Path(str(path)).absolute().parent.is_dir():
             raise click.UsageError(f"the folder of {path!r} does not exist; make it first.")

@@ -25,7 +25,13 @@ from autoaccum.devices.base import AbstractDevice, Steadiness
 from autoaccum.errors import InvalidRequestError, NothingFitsError
 from autoaccum.plan import Plan
 from autoaccum.preserve import Snapshot, preserved
-from autoaccum.probing import MICRO_BATCHES_PER_WINDOW, WINDOWS_PER_PROBE, Attempt, run_trial
+from autoaccum.probing import (
+    MICRO_BATCHES_PER_WINDOW,
+    WINDOWS_PER_PROBE,
+    Attempt,
+    older_objects_set_aside,
+    run_trial,
+)
 from autoaccum.ranks import Ranks, Report
 from autoaccum.records import (
     Budget,
@@ -302,6 +308,7 @@ class _Search:
 
     def __enter__(self) -> _Search:
         with ExitStack() as stack:
+            stack.enter_context(older_objects_set_aside())
             self._steadiness: Steadiness = stack.enter_context(self.device.steadied())
             self._snapshot: Snapshot = stack.enter_context(
                 preserved(

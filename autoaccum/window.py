@@ -56,12 +56,12 @@ def run_window(
     """
     total_weight = float(sum(weights))
     mean_loss: Tensor | None = None
+    progress.phase = "data"  # drawing a micro-batch belongs to it
     # The step as well: optimizer state made under inference mode could not be updated outside of it.
     with torch.inference_mode(False), torch.enable_grad():
         for micro_batch, weight in zip(micro_batches, weights, strict=True):
             if weight == 0:
                 continue
-            progress.phase = "data"
             placed = place(micro_batch)
             progress.phase = "forward"
             part = loss(placed) * (weight / total_weight)
@@ -70,6 +70,7 @@ def run_window(
             part.backward()  # type: ignore[no-untyped-call]
             part = part.detach()
             mean_loss = part if mean_loss is None else mean_loss + part
+            progress.phase = "data"
         progress.phase = "optimizer"
         if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
             raise InvalidRequestError(

@@ -16,6 +16,7 @@ def write_whole(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():  # /dev/stdout and the like cannot be replaced
         path.write_text(text, encoding="utf-8")
         return
+    path = path.resolve()  # a link stays a link: /dev/stdout is one, and may lead to a file
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

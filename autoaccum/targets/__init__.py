@@ -58,8 +58,8 @@ def load_target(text: str) -> Workload:
 def _built(text: str, build: Any, options: dict[str, Any]) -> Workload:
     try:
         workload = build(**options)
-    except TypeError as error:
-        raise InvalidRequestError(f"target {text!r} has an option that it does not take: {error}.") from None
+    except Exception as error:  # noqa: BLE001 - only this package has run, so whatever is said is about the options
+        raise InvalidRequestError(f"target {text!r} cannot be built with these options: {error}") from None
     assert isinstance(workload, Workload)
     return workload
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that everyone in the field uses
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoaccum.batches.weights import tokens
+from autoaccum.errors import InvalidRequestError
 from autoaccum.workload import Workload
 
 # B rows, T positions, C channels, H heads, V vocabulary; images are B C Y X.
@@ -74,6 +75,8 @@ class ResidualBlock(nn.Module):
 
 def gpt(vocabulary: int = 16384, seq_len: int = 128, layers: int = 2, width: int = 256, heads: int = 4) -> Workload:
     """A small GPT; batches are {"input_ids", "labels"} of (B, T)."""
+    if width % heads:
+        raise InvalidRequestError(f"width={width} cannot be divided over heads={heads}; expected a multiple of heads.")
     ids = torch.randint(vocabulary, (8, seq_len))
     model = Gpt(vocabulary, seq_len, layers, width, heads)
     return Workload(model, {"input_ids": ids, "labels": ids.clone()}, weight=tokens("labels"))

@@ -45,17 +45,20 @@ def _as_workload(built: Any, name: str) -> Workload:
 def _module_from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise InvalidRequestError(f"there is no file {str(path)!r}; expected file.py:function.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = path.stem if path.stem not in sys.modules else f"{path.stem} (target)"  # the user's types.py is not Python's
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise InvalidRequestError(f"{str(path)!r} is not a Python file; expected file.py:function.")
     sys.path.insert(0, str(path.parent.resolve()))  # as for a script: the modules beside the file can be imported
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
 def _module_by_name(name: str) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise InvalidRequestError(f"{name!r} is not the name of a module; expected package.module:function.")
     sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(name)

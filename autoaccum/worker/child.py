@@ -1,4 +1,4 @@
-"""The worker process: load the target, search, say what happens. Run as `python -m autoaccum.worker.child`."""
+"""The worker process: load the target, search, say what happens. Run as `python -m autoaccum.worker`."""
 
 from __future__ import annotations
 
@@ -12,49 +12,67 @@ from typing import BinaryIO, final
 import msgspec
 import torch
 
-from autoaccum.devices.virtual import VirtualDevice
+from autoaccum.devices import device_for
+from autoaccum.devices.base import AbstractDevice
 from autoaccum.errors import AutoaccumError, NothingFitsError
 from autoaccum.records import Candidate, PlanRecord, Trial
 from autoaccum.targets import load_target
 from autoaccum.tune import Request, probe_workload, tune_workload
 from autoaccum.worker.messages import Bounded, Failed, Finished, Job, Message, Planned, Probed, Started
+from autoaccum.workload import Workload
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 
 
 def main() -> int:
     """Read one job from standard input and answer on standard output; what the user prints goes to standard error."""
     line = sys.stdin.buffer.readline()
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    channel = _Channel(answers)
+    channel = _Channel(_own_pipes())
     try:
         channel.say(_search(msgspec.json.decode(line, type=Job), channel))
-    except KeyboardInterrupt:
-        return 130
     except NothingFitsError as error:
         channel.say(Failed(kind="nothing fits", text=str(error)))
     except AutoaccumError as error:
         channel.say(Failed(kind="refused", text=str(error)))
-    except Exception as error:  # noqa: BLE001 - the user's error, whatever it is, is shown by the parent
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's error, whatever it is, is shown by the parent
         channel.say(Failed(kind="user", text=users_traceback(error)))
     return 0
 
 
 def _search(job: Job, channel: _Channel) -> Message:
     workload = load_target(job.target)
-    device: object = job.device
-    if job.device is not None and job.device.startswith("virtual:"):
-        device = VirtualDevice(job.device.removeprefix("virtual:"))
-    elif job.device is not None:
-        workload.move_to(torch.device(job.device))
-        device = workload.device
+    device = None if job.device is None else _device_named(job.device, workload)
     request = msgspec.json.decode(job.request, type=Request)
     if request.target_batch is None:
         return Probed(result=probe_workload(workload, request, device=device, listener=channel, log=job.log))
     plan = tune_workload(workload, request, device=device, listener=channel, log=job.log)
     return Planned(plan=PlanRecord(**{name: getattr(plan, name) for name in PlanRecord.__struct_fields__}))
+
+
+def _device_named(name: str, workload: Workload) -> AbstractDevice:
+    """The device that the user names, with the model moved there."""
+    try:
+        place = torch.device("cpu" if name.startswith("virtual:") else name)
+    except RuntimeError:
+        place = workload.device  # `device_for` says what is wrong with the name
+    has_index = place.type in ("cuda", "xpu")
+    device = device_for(name, torch.device(place.type, place.index or 0) if has_index else torch.device(place.type))
+    workload.move_to(device.torch_device)
+    return device
+
+
+def _own_pipes() -> BinaryIO:
+    """The pipe to the parent, out of reach of the user's code: its input is empty, its output goes to standard error."""
+    parent_is_there, answers = os.dup(0), os.fdopen(os.dup(1), "wb")
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr  # written line by line, so that nothing printed is lost when this process dies
+    if hasattr(os, "register_at_fork"):  # a loader process that outlives this one must not keep the parent waiting
+        os.register_at_fork(after_in_child=answers.close)
+    threading.Thread(target=_end_with_parent, args=(parent_is_there,), daemon=True).start()
+    return answers
 
 
 @final
@@ -81,13 +99,14 @@ class _Channel:
         self.say(Finished(trial=trial))
 
 
-def _end_with_parent() -> None:
-    """Standard input closes when the parent is gone, however it went: then nobody waits for this process."""
-    sys.stdin.buffer.read()
+def _end_with_parent(parent_is_there: int) -> None:
+    """The pipe closes when the parent is gone, however it went: then nobody waits for this process."""
+    while os.read(parent_is_there, 4096):
+        pass
     os._exit(1)
 
 
-def users_traceback(error: Exception) -> str:
+def users_traceback(error: BaseException) -> str:
     """The traceback without this package's and the import system's frames: what is left is the user's own."""
     shown = traceback.TracebackException.from_exception(error)
     links: list[traceback.TracebackException | None] = [shown]
@@ -96,9 +115,6 @@ def users_traceback(error: Exception) -> str:
         if link is not None:
             outside = [frame for frame in link.stack if not frame.filename.startswith((_PACKAGE, "<frozen importlib"))]
             link.stack = traceback.StackSummary.from_list(outside)
-            links += [link.__cause__, link.__context__]
-    return "".join(shown.format()).rstrip()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            links += [link.__cause__, link.__context__, *(link.exceptions or ())]
+    text = "".join(shown.format()).rstrip()
+    return text.encode("utf-8", "backslashreplace").decode()  # lone surrogates, from file names, are no JSON

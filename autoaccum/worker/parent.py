@@ -115,8 +115,12 @@ def _ending(code: int) -> str:
 
 @contextmanager
 def _worker(job: Job) -> Iterator[subprocess.Popen[bytes]]:
+    try:
+        line = msgspec.json.encode(job) + b"\n"
+    except UnicodeEncodeError:
+        raise WorkerError("refused", f"target {job.target!r} is not UTF-8 text; rename the file.", job.log) from None
     process = subprocess.Popen(
-        [sys.executable, "-m", "autoaccum.worker.child"],
+        [sys.executable, "-m", "autoaccum.worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**_ENVIRONMENT, **os.environ},
@@ -124,7 +128,7 @@ def _worker(job: Job) -> Iterator[subprocess.Popen[bytes]]:
     try:
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # a worker that died at once is reported by its exit code
-            process.stdin.write(msgspec.json.encode(job) + b"\n")
+            process.stdin.write(line)
             process.stdin.flush()
         yield process
     finally:
