@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +48,57 @@ def run_child() -> RunChild:
         return json.loads(answers[-1].removeprefix("ANSWER "))
 
     return run
+
+
+_LIBRARY = str(Path(autoaccum.__file__).parents[1])
+
+
+@pytest.fixture(scope="session")
+def command() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `python -m autoaccum` with some arguments to its end, in a folder, with its output as text."""
+
+    def run(*args: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "autoaccum", *args],
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            timeout=120,
+            check=False,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            env=_command_environment(environment),
+        )
+
+    return run
+
+
+@pytest.fixture
+def started_command() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Start `python -m autoaccum` as the leader of a process group; what still runs after the test is killed."""
+    started = []
+
+    def start(*args: str, folder: Path, stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "autoaccum", *args],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            stdin=subprocess.DEVNULL,
+            cwd=folder,
+            start_new_session=True,
+            env=_command_environment({}),
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def _command_environment(more: dict[str, str]) -> dict[str, str]:
+    """One thread, because tiny models on several are slower; and a wide page, so that no sentence is broken."""
+    path = os.pathsep.join(filter(None, (more.pop("PYTHONPATH", ""), _LIBRARY)))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "300", "PYTHONPATH": path, **more}

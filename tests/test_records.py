@@ -450,10 +450,23 @@ def test_no_room_for_other_attributes(record: Record) -> None:
     assert not hasattr(record, "__dict__")
 
 
-def test_keywords_only() -> None:
-    """A record is not built from positions."""
-    with pytest.raises(TypeError):
-        Candidate(8)  # type: ignore[misc]
+@pytest.mark.parametrize("kind", list(OF_EVERY_TYPE))
+def test_keywords_only(kind: type[Record]) -> None:
+    """No record is built from positions."""
+    with pytest.raises(TypeError, match="positional"):
+        kind(8)  # type: ignore[call-arg]
+
+
+def test_a_plan_is_for_one_process_and_any_size_unless_it_says_so() -> None:
+    """What a plan does not say is the neutral value."""
+    said = {name: value for name, value in plain(PLAN).items() if name in {"rank", "min_micro_batch", "multiple_of"}}
+    assert said == {"rank": 0, "min_micro_batch": 1, "multiple_of": 1}
+    assert (PLAN.equal_micro_batches, PLAN.levers, PLAN.trials[0].purpose) == (False, Levers(), "probe")
+
+
+def test_json_is_indented() -> None:
+    """The JSON of a record is for people too: one field a line, indented by two."""
+    assert to_json(Candidate(micro_batch=8)).startswith('{\n  "micro_batch": 8,\n  "levers": {\n    "check')
 
 
 @given(any_record)

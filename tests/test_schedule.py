@@ -125,6 +125,11 @@ def test_ladder_is_every_largest_size(share: int, bound: int, multiple_of: int) 
     assert ladder(share, bound, multiple_of) == tuple(sorted(size for size in everything if size <= bound))
 
 
+def test_ladder_without_a_multiple() -> None:
+    """Without a multiple every size is possible."""
+    assert ladder(12, 12) == (1, 2, 3, 4, 6, 12)
+
+
 @given(st.integers(1, 10**9))
 def test_ladder_is_short(share: int) -> None:
     """A ladder has no more than about two square roots of the share as its sizes."""
@@ -191,6 +196,17 @@ def test_near_target_below_and_above_are_the_first_good_ones(share: int, limit: 
     below = next(near for near in range(share - 1, 0, -1) if any(near % size == 0 for size in good))
     above = next(near for near in range(share + 1, 2 * share) if any(near % size == 0 for size in good))
     assert {below, above} <= found
+
+
+@given(st.integers(1, 20_000), limits, multiples)
+def test_near_targets_hold_the_nearest_multiple_of_the_limit(share: int, limit: int, multiple_of: int) -> None:
+    """The nearest target that is made up of the largest possible micro-batch only is always offered."""
+    assume(limit >= multiple_of)
+    full = limit // multiple_of * multiple_of
+    nearest = min(
+        (steps * full for steps in (share // full, share // full + 1) if steps), key=lambda near: abs(near - share)
+    )
+    assert nearest in {near for near, _, _ in near_targets(share, limit, multiple_of=multiple_of)}
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ blanks = st.text(alphabet=" \t\n", max_size=3)
 
 
 @given(st.integers(1, MOST))
+@example(MOST)
 def test_whole_bytes_are_taken_as_they_are(num_bytes: int) -> None:
     """A whole number above zero stands for that many bytes."""
     assert parse_size(num_bytes) == num_bytes
@@ -79,6 +80,7 @@ def test_case_does_not_matter(unit: str, data: st.DataObject) -> None:
 
 
 @given(st.integers(1, 10**6))
+@example(10**6)
 def test_percent_is_a_share(hundredths_of_ppm: int) -> None:
     """A percentage above zero and up to 100 is a share of the device, not a number of bytes."""
     parsed = parse_size(f"{hundredths_of_ppm / 10_000:.4f}%")
@@ -225,6 +227,7 @@ def test_negative_headroom_is_shown_with_its_sign(num_bytes: int) -> None:
         (1024, "1.00 KiB"),
         (1023 * 1024, "1.00 MiB"),
         (8 * 2**30, "8.00 GiB"),
+        (100 * 2**20, "100 MiB"),
         (141 * 2**30, "141 GiB"),
         (2**52, "4096 TiB"),
     ],

@@ -394,6 +394,13 @@ def test_a_state_that_is_not_named_is_refused() -> None:
     assert "leaf 'state' (2, 12, 7)" in refused({"x": zeros(B, T, 5), "y": labels(B), "state": zeros(2, B, 7)})
 
 
+def test_one_row_is_not_looked_for_elsewhere() -> None:
+    """A sample of a single row is not refused for a dimension of length one in something else."""
+    batch = {"x": zeros(1, 4), "y": labels(1), "table": zeros(5, 1)}
+    refuse_doubtful_layout(batch, layout := find_layout(batch))
+    assert ("table",) not in layout.cuts
+
+
 def test_a_state_that_is_named_none_is_taken_as_it_is() -> None:
     """None for that tensor says that it is meant to be passed on whole."""
     batch = {"x": zeros(B, T, 5), "y": labels(B), "state": zeros(2, B, 7)}
@@ -482,7 +489,9 @@ def test_description_says_what_is_cut_and_what_is_not() -> None:
 
 
 def test_description_of_many_leaves_is_short() -> None:
-    """The description of a batch of a hundred leaves names six and counts the others."""
+    """The description of a batch of a hundred leaves names six and counts the others; six leaves are all named."""
+    six = {f"leaf{number}": zeros(B) for number in range(6)}
+    assert describe(six, find_layout(six)).endswith("leaf4 (12,), leaf5 (12,)")
     batch = {f"leaf{number:03}": zeros(B) for number in range(100)}
     assert describe(batch, find_layout(batch)).endswith("leaf005 (12,) and 94 more")
 

@@ -1,0 +1,109 @@
+"""What is printed on a terminal: all of it, and texts from outside as they are."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from autoaccum.records import PlanRecord, ProbeResult, Trial
+from autoaccum.report.tables import TABLE_HEADER, table_rows
+from autoaccum.report.terminal import show, show_trials
+from autoaccum.report.text import plan_lines, probe_lines
+
+
+def console_of(width: int = 300, colour: bool = False) -> tuple[Console, io.StringIO]:
+    page = io.StringIO()
+    return Console(file=page, width=width, force_terminal=colour, color_system="standard" if colour else None), page
+
+
+def words(text: str) -> str:
+    """The text with every run of spaces and line breaks as one space."""
+    return " ".join(text.split())
+
+
+def test_plan_is_shown_whole(plan: PlanRecord) -> None:
+    """Every trial, every fact and every warning of a plan is printed."""
+    console, page = console_of()
+    show(plan, console)
+    shown = words(page.getvalue())
+    for what, value in plan_lines(plan):
+        assert what in shown and words(value) in shown
+    for row in table_rows(plan.trials):
+        assert " │ ".join(cell for cell in row) in re.sub(r" +│ +", " │ ", page.getvalue())
+
+
+def test_result_is_shown_whole(result: ProbeResult) -> None:
+    """Every fact and every warning of a probe's result is printed, after its trials."""
+    console, page = console_of()
+    show(result, console)
+    shown = words(page.getvalue())
+    assert all(words(value) in shown for _, value in probe_lines(result))
+    assert shown.index("Trials") < shown.index("Largest micro-batch") < shown.index("Note")
+
+
+@pytest.mark.parametrize("colour", [False, True])
+def test_markup_is_not_interpreted(plan: PlanRecord, colour: bool) -> None:
+    """Square brackets in a device's name or a warning are printed and not taken for colours."""
+    console, page = console_of(colour=colour)
+    show(plan, console)
+    assert "[bold]GPU[/bold]" in page.getvalue() and "[red]e[/red]" in page.getvalue()
+
+
+def test_an_unbalanced_bracket_is_no_error(bare_plan: PlanRecord) -> None:
+    """A warning that would be broken markup is printed as it is."""
+    console, page = console_of()
+    show(msgspec.structs.replace(bare_plan, warnings=("[/nothing] was [open",)), console)
+    assert "[/nothing] was [open" in page.getvalue()
+
+
+def test_trials_have_every_column(trials: tuple[Trial, ...]) -> None:
+    """The table of trials has a title and all columns."""
+    console, page = console_of()
+    show_trials(trials, console)
+    header = page.getvalue().splitlines()[2]
+    assert page.getvalue().startswith("Trials")
+    assert [cell.strip() for cell in header.strip("┃").split("┃")] == list(TABLE_HEADER)
+
+
+def test_failures_are_red(trials: tuple[Trial, ...]) -> None:
+    """On a terminal with colours, trials that did not fit are red, and those that fitted are not."""
+    console, page = console_of(colour=True)
+    show_trials(trials, console)
+    lines = {line.split("│")[1]: line for line in page.getvalue().splitlines() if "│" in line}
+    red = ["\x1b[31m" in line for line in lines.values()]
+    assert red == [True, False, False, True, True, True, True, True, True, False, False]
+
+
+def test_no_trials_no_table() -> None:
+    """Without trials nothing is printed."""
+    console, page = console_of()
+    show_trials((), console)
+    assert page.getvalue() == ""
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_terminal_loses_no_word(plan: PlanRecord, width: int) -> None:
+    """On a narrow terminal long sentences are broken into lines that fit, and none is cut off."""
+    console, page = console_of(width)
+    show(plan, console)
+    assert max(map(len, page.getvalue().splitlines())) <= width
+    shown = "".join(page.getvalue().split())
+    assert [word for _, value in plan_lines(plan) for word in value.split() if word not in shown] == []
+
+
+def test_plain_output_has_no_escape_codes(plan: PlanRecord) -> None:
+    """Output that goes to a file has no colours in it."""
+    console, page = console_of()
+    show(plan, console)
+    assert "\x1b" not in page.getvalue()
+
+
+def test_standard_output_is_the_default(trials: tuple[Trial, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a console the table goes to standard output."""
+    show_trials(trials)
+    shown = capsys.readouterr()
+    assert "Trials" in shown.out and shown.err == ""

@@ -1,0 +1,136 @@
+"""Plans and results in plain words and as Markdown, whatever the texts in them hold."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import msgspec
+import pytest
+
+from autoaccum.records import Evidence, LimitedBy, PlanRecord, ProbeResult
+from autoaccum.report.text import plan_lines, plan_markdown, plan_text, probe_lines, probe_markdown, probe_text
+
+
+def changed(record: PlanRecord, **values: object) -> PlanRecord:
+    return msgspec.structs.replace(record, **values)
+
+
+def test_lines_of_a_plan(plan: PlanRecord) -> None:
+    """A plan says its sizes, its limit, its memory, its speed, its levers and where it was found."""
+    assert plan_lines(plan) == [
+        ("Plan", "2 x 4 + 3 (3 micro-batches) on rank 1 of 2 = one optimizer step of 22 samples"),
+        ("Largest micro-batch", "4, limited by memory (measured: this size ran; no larger one was tried and failed)"),
+        ("Memory", "measured peak 22.00 MiB of a budget of 100 MiB"),
+        ("Of that", "weights 4.00 MiB, gradients 3.00 MiB, optimizer state 6.00 MiB"),
+        ("Speed", "500 ms per optimizer step, 44 samples/s"),
+        ("Levers", "checkpointing full, precision bf16"),
+        ("Model", "<script>alert(1)</script>, optimizer AdamW"),
+        ("Probed with", "8 rows:\ninput_ids (8, 16)"),
+        ("Device", "cuda:0 (A | B [bold]GPU[/bold]), torch 2.6.0"),
+    ]
+
+
+def test_lines_of_a_bare_plan(bare_plan: PlanRecord) -> None:
+    """What is not known is left out or said to be unknown, never made up."""
+    assert plan_lines(bare_plan) == [
+        ("Plan", "7 (1 micro-batch) = one optimizer step of 7 samples"),
+        ("Largest micro-batch", "7, limited by the target itself: everything fits at once (predicted: nothing was run)"),
+        ("Memory", "budget 100 MiB, peak not measured"),
+        ("Levers", "none used"),
+    ]
+
+
+def test_lines_of_a_result(result: ProbeResult) -> None:
+    """A probe's result says its limit, its memory and where it was found."""
+    assert [what for what, _ in probe_lines(result)] == [
+        "Largest micro-batch",
+        "Memory",
+        "Of that",
+        "Model",
+        "Probed with",
+        "Device",
+    ]
+    assert probe_lines(result)[0][1].startswith("4, limited by memory (measured: ")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((7,), "7 (1 micro-batch)"),
+        ((4, 3), "4 + 3 (2 micro-batches)"),
+        ((37, 37, 36), "2 x 37 + 36 (3 micro-batches)"),
+        ((2, 2, 2), "3 x 2 (3 micro-batches)"),
+        ((3, 3, 2, 2), "2 x 3 + 2 x 2 (4 micro-batches)"),
+    ],
+)
+def test_sizes_in_words(bare_plan: PlanRecord, sizes: tuple[int, ...], words: str) -> None:
+    """Equal sizes are counted together, in the order in which they are run."""
+    total, largest = sum(sizes), max(sizes)
+    plan = changed(
+        bare_plan,
+        target_batch=total,
+        effective_batch=total,
+        micro_batch_sizes=sizes,
+        micro_batch=largest,
+        max_micro_batch=largest,
+        accumulation_steps=len(sizes),
+    )
+    assert plan_lines(plan)[0][1] == f"{words} = one optimizer step of {total} samples"
+
+
+def test_every_limit_and_evidence_has_its_own_words(bare_plan: PlanRecord) -> None:
+    """No two combinations of limit and evidence read the same."""
+    limits, evidences = get_args(LimitedBy), get_args(Evidence)
+    texts = {plan_text(changed(bare_plan, limited_by=limit, evidence=ev)) for limit in limits for ev in evidences}
+    assert len(texts) == len(limits) * len(evidences)
+
+
+def test_text_is_aligned(plan: PlanRecord) -> None:
+    """In the text, all values begin in one column, and each warning follows as a note."""
+    text = plan_text(changed(plan, environment=None, warnings=("first", "second")))
+    lines = text.splitlines()
+    assert lines[-2:] == ["Note                 first", "Note                 second"]
+    assert {line[19:21] for line in lines} == {"  "} and {line[21] != " " for line in lines} == {True}
+
+
+def test_text_of_a_result(result: ProbeResult) -> None:
+    """The text of a probe's result has its limit and its warnings."""
+    text = probe_text(result)
+    assert "Largest micro-batch  4, limited by memory" in text and "<i>d</i>" in text
+
+
+@pytest.mark.parametrize("kind", ["plan", "result"])
+def test_markdown_rows_are_whole(kind: str, request: pytest.FixtureRequest) -> None:
+    """Pipes and line breaks in a text do not break a row: every row of a table has the columns of its header."""
+    record = request.getfixturevalue(kind)
+    text = plan_markdown(record) if kind == "plan" else probe_markdown(record)
+    columns = [line.replace("\\|", "").count("|") for line in text.splitlines() if line.startswith("|")]
+    facts = len(plan_lines(record) if kind == "plan" else probe_lines(record))
+    assert columns == [3] * (2 + facts) + [7] * (2 + len(record.trials))
+
+
+@pytest.mark.parametrize("kind", ["plan", "result"])
+def test_markdown_holds_no_markup_of_others(kind: str, request: pytest.FixtureRequest) -> None:
+    """A text that is HTML is shown as text."""
+    record = request.getfixturevalue(kind)
+    text = plan_markdown(record) if kind == "plan" else probe_markdown(record)
+    assert "<script>" not in text and "<i>" not in text
+    assert "&lt;script>alert(1)&lt;/script>" in text or "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+
+
+def test_markdown_sections(plan: PlanRecord) -> None:
+    """The report has the plan, its trials and its notes under headings, and ends with a line break."""
+    text = plan_markdown(plan)
+    assert [line for line in text.splitlines() if line.startswith("#")] == ["## autoaccum plan", "### Trials", "### Notes"]
+    assert text.endswith("\n") and not text.endswith("\n\n")
+
+
+def test_markdown_without_warnings_has_no_notes(bare_plan: PlanRecord) -> None:
+    """Without a warning there is no section of notes."""
+    assert "### Notes" not in plan_markdown(bare_plan)
+
+
+def test_markdown_notes_are_one_line_each(plan: PlanRecord) -> None:
+    """A warning of several lines is one item of the list of notes."""
+    notes = plan_markdown(plan).partition("### Notes\n\n")[2].splitlines()
+    assert len(notes) == 1 and notes[0].startswith("- a ")

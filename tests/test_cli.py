@@ -1,0 +1,480 @@
+"""The command line: exit codes, what goes to which stream and file, and what a user sees of a broken target."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from subprocess import CompletedProcess, Popen
+
+import psutil
+import pytest
+
+import autoaccum
+from autoaccum import Plan, ProbeResult, cli
+from autoaccum.records import PlanRecord
+from autoaccum.worker.parent import WorkerError
+
+Command = Callable[..., CompletedProcess[str]]
+Start = Callable[..., Popen[bytes]]
+
+TINY_GPT = "demo:gpt?layers=1&width=32&vocabulary=64&seq_len=16"
+
+TARGET = """
+import os, signal, sys, time
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, inside=lambda: None):
+        super().__init__()
+        self.linear, self.inside = nn.Linear(8, 8), inside
+
+    def forward(self, x):
+        self.inside()
+        return self.linear(x).square().mean()
+
+
+def quiet():
+    return Net(), torch.randn(4, 8)
+
+
+def noisy():
+    print("printed by the function")
+    os.write(1, b"written to descriptor 1\\n")
+    print("read:", repr(sys.stdin.read()))
+    return Net(lambda: print("printed by forward")), torch.randn(4, 8)
+
+
+def sleepy():
+    def inside():
+        print("running", flush=True)
+        time.sleep(100)
+    return Net(inside), torch.randn(4, 8)
+
+
+def deadly():
+    return Net(lambda: os.kill(os.getpid(), signal.SIGKILL)), torch.randn(4, 8)
+
+
+def leaving():
+    sys.exit("leaving for good")
+
+
+def failing():
+    return compute(None)
+
+
+def compute(value):
+    return value + 1
+
+
+def failing_forward():
+    def inside():
+        try:
+            {}["column"]
+        except KeyError as error:
+            raise LookupError("the table is damaged") from error
+    return Net(inside), torch.randn(4, 8)
+"""
+
+FILES = {
+    "target.py": TARGET,
+    "syntax.py": "def build(:\n    pass\n",
+    "at_import.py": "import beside\n",
+    "beside.py": "raise OSError('the data folder is missing')\n",
+}
+
+VIRTUAL = ("--device", "virtual:4MiB", "--max-micro-batch", "2")
+
+CASES: dict[str, tuple[str, ...]] = {
+    "plan": ("target.py:noisy", "--target-batch", "5", *VIRTUAL, "--json", "p.json", "--markdown", "p.md", "--progress"),
+    "probe": ("target.py:noisy", *VIRTUAL, "--json", "-"),
+    "markdown": ("target.py:quiet", *VIRTUAL, "--markdown", "-"),
+    "nothing fits": (TINY_GPT, "--device", "virtual:200KiB", "--json", "-"),
+    "dies": ("target.py:deadly", *VIRTUAL),
+    "small budget": (TINY_GPT, "--device", "virtual:4MiB", "--budget", "20KiB"),
+    "device": (TINY_GPT, "--device", "toaster"),
+    "syntax": ("syntax.py:build",),
+    "at import": ("at_import.py:build",),
+    "function": ("target.py:failing",),
+    "forward": ("target.py:failing_forward", "--device", "virtual:4MiB"),
+    "exit": ("target.py:leaving",),
+    "no function": ("target.py:queit",),
+    "no torchvision": ("torchvision:resnet50?image=32",),
+    "no transformers": ("hf:llama?hidden_size=32",),
+}
+
+BLOCKER = """
+import sys
+
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torchvision", "transformers"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder, with targets."""
+    folder = tmp_path_factory.mktemp("user")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(command: Command, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, CompletedProcess[str]]:
+    """Every case, run to its end; each loads torch, so two run at a time."""
+    blocking = tmp_path_factory.mktemp("blocking")
+    (blocking / "sitecustomize.py").write_text(BLOCKER)
+
+    def run(name: str) -> CompletedProcess[str]:
+        more = {"PYTHONPATH": str(blocking)} if name in ("no torchvision", "no transformers") else {}
+        return command("probe", *CASES[name], folder=folder, **more)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(CASES, pool.map(run, CASES), strict=True))
+
+
+# -- without a search
+
+
+@pytest.mark.parametrize("how", ["script", "module"])
+@pytest.mark.parametrize("arguments", [["--help"], ["probe", "--help"], ["--version"]])
+def test_help_imports_no_large_library(how: str, arguments: list[str]) -> None:
+    """Help and version are shown without importing torch, pandas, optuna or numpy."""
+    script = shutil.which("autoaccum", path=str(Path(sys.executable).parent))
+    if how == "script" and script is None:
+        pytest.skip("the console script is not installed beside this interpreter")
+    start = [str(script)] if how == "script" else ["-m", "autoaccum"]
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *start, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    imported = set(re.findall(r"\| +([\w.]+)$", done.stderr, re.MULTILINE))
+    assert done.returncode == 0 and "autoaccum.cli" in imported
+    assert not {name.partition(".")[0] for name in imported} & {"torch", "pandas", "optuna", "numpy"}
+
+
+def test_the_side_that_waits_imports_no_torch() -> None:
+    """The command's own process reports a search and draws its progress without importing torch."""
+    used = (
+        "autoaccum.cli, autoaccum.worker.parent, autoaccum.report.terminal, autoaccum.report.text, autoaccum.report.progress"
+    )
+    source = f"import sys, {used}; print(sorted({{'torch', 'pandas', 'optuna'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "Usage"),
+        (["probe"], "TARGET"),
+        (["tune", "demo:gpt"], "tune"),
+        (["probe", "demo:gpt", "--budgets", "1GiB"], "--budget"),
+        (["probe", "demo:gpt", "--target-batch", "many"], "--target-batch"),
+        (["probe", "demo:gpt", "--json", "nowhere/plan.json"], "'nowhere/plan.json' does not exist"),
+        (["probe", "demo:gpt", "--markdown", "nowhere/plan.md"], "'nowhere/plan.md' does not exist"),
+        (["probe", "demo:gpt", "--json", "."], "is a folder"),
+        (["probe", "demo:gpt", "--json", "-", "--markdown", "-"], "only one report"),
+    ],
+)
+def test_usage_errors_end_before_anything_runs(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A call that is wrong as written ends with 2 and says what is wrong, without a worker being started."""
+
+    def search(*args: object) -> None:
+        raise AssertionError("a search was started")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "search_in_worker", search)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_every_option_reaches_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each option of `probe` arrives in the request under the name of its keyword."""
+    seen: list[object] = []
+
+    def search(target: str, request: object, device: str | None, follower: object) -> None:
+        seen.extend((target, request, device))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "search_in_worker", search)
+    options = "--target-batch 9 --budget 80% --device cpu --max-micro-batch 4 --multiple-of 2 --time-budget 1.5"
+    with pytest.raises(SystemExit):
+        cli.main(["probe", "demo:gpt", *options.split(), "--equal-micro-batches", "--inexact", "--levers", "none"])
+    assert seen == [
+        "demo:gpt",
+        {
+            "target_batch": 9,
+            "budget": "80%",
+            "levers": "none",
+            "max_micro_batch": 4,
+            "multiple_of": 2,
+            "equal_micro_batches": True,
+            "time_budget_s": 1.5,
+            "exact": False,
+        },
+        "cpu",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (WorkerError("nothing fits", "too large", ()), 1),
+        (WorkerError("refused", "not possible", ()), 2),
+        (WorkerError("user", "Traceback", ()), 2),
+        (autoaccum.InvalidRequestError("not possible"), 2),
+        (PermissionError("the file is locked"), 2),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_code_of_every_end(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each way a search can end has its exit code, and its text is on stderr alone."""
+
+    def search(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "search_in_worker", search)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["probe", "demo:gpt"])
+    shown = capsys.readouterr()
+    assert ended.value.code == code and shown.out == ""
+    assert (str(error) or "interrupted") in shown.err
+
+
+def test_doctor_names_devices_and_memory(command: Command, tmp_path: Path) -> None:
+    """`autoaccum doctor` ends with 0 and shows the versions, the CPU's memory and whether there is a GPU."""
+    done = command("doctor", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^autoaccum .+, torch .+, Python 3", done.stdout)
+    assert re.search(r"memory: [\d.]+ [KMGT]iB in all, [\d.]+ [KMGT]iB free, [\d.]+ [KMGT]iB held", done.stdout)
+    assert "CUDA" in done.stdout
+
+
+# -- a search that succeeds
+
+
+def test_plan_ends_with_zero(runs: dict[str, CompletedProcess[str]]) -> None:
+    """A search with a target that finds a plan ends with 0."""
+    assert runs["plan"].returncode == 0, runs["plan"].stderr
+
+
+def test_plan_is_shown_in_words(runs: dict[str, CompletedProcess[str]]) -> None:
+    """Standard output has the table of trials and the plan."""
+    shown = runs["plan"].stdout
+    assert "Trials" in shown and "(the plan's step)" in shown
+    assert "2 x 2 + 1 (3 micro-batches) = one optimizer step of 5 samples" in shown
+
+
+def test_plan_file_loads_again(runs: dict[str, CompletedProcess[str]], folder: Path) -> None:
+    """The JSON file of a search with a target is a Plan, with the trials that were run."""
+    plan = Plan.load(folder / "p.json")
+    assert runs["plan"].returncode == 0
+    assert (plan.target_batch, plan.micro_batch_sizes, plan.limited_by) == (5, (2, 2, 1), "caller")
+    assert [trial.purpose for trial in plan.trials] == ["probe", "probe", "confirm"]
+
+
+def test_markdown_file_holds_the_plan(runs: dict[str, CompletedProcess[str]], folder: Path) -> None:
+    """The Markdown file is the report of the plan in the JSON file."""
+    assert runs["plan"].returncode == 0
+    assert (folder / "p.md").read_text() == Plan.load(folder / "p.json").to_markdown()
+
+
+def test_no_temporary_file_is_left(runs: dict[str, CompletedProcess[str]], folder: Path) -> None:
+    """After all runs the user's folder has the user's files, the two reports and nothing else."""
+    assert len(runs) == len(CASES)
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {*FILES, "p.json", "p.md"}
+
+
+def test_probe_json_on_stdout_loads_again(runs: dict[str, CompletedProcess[str]]) -> None:
+    """Without a target, `--json -` writes a ProbeResult to stdout and nothing else, whatever the user's code prints."""
+    result = ProbeResult.from_json(runs["probe"].stdout)
+    assert runs["probe"].returncode == 0
+    assert (result.max_micro_batch, result.limited_by) == (2, "caller")
+
+
+@pytest.mark.parametrize("line", ["printed by the function", "written to descriptor 1", "read: ''", "printed by forward"])
+def test_what_the_user_prints_is_shown(runs: dict[str, CompletedProcess[str]], line: str) -> None:
+    """What the user's code prints goes to stderr, and its standard input is empty."""
+    assert line in runs["probe"].stderr.splitlines()
+    assert line in runs["plan"].stderr.splitlines()
+
+
+def test_a_search_is_silent_on_stderr(runs: dict[str, CompletedProcess[str]]) -> None:
+    """A search whose target prints nothing leaves stderr empty."""
+    assert runs["markdown"].stderr == ""
+
+
+def test_markdown_on_stdout(runs: dict[str, CompletedProcess[str]]) -> None:
+    """`--markdown -` writes the report to stdout and no table for the terminal."""
+    assert runs["markdown"].returncode == 0
+    assert runs["markdown"].stdout.startswith("## autoaccum probe\n")
+    assert "━" not in runs["markdown"].stdout
+
+
+def test_bar_on_a_terminal(started_command: Start, folder: Path) -> None:
+    """Where stderr is a terminal, a bar shows the micro-batch being tried without being asked for."""
+    ours, theirs = pty.openpty()
+    process = started_command("probe", "target.py:quiet", *VIRTUAL, folder=folder, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            part = os.read(ours, 4096)
+        except OSError:  # Linux says so when the other end is closed
+            break
+        if not part:
+            break
+        shown += part
+    os.close(ours)
+    assert process.wait(60) == 0
+    assert b"trying micro-batch 1" in shown and b"\x1b[" in shown
+
+
+# -- a search that finds nothing, or cannot start
+
+
+def test_nothing_fits_ends_with_one(runs: dict[str, CompletedProcess[str]]) -> None:
+    """When not even one row fits, the exit code is 1 and stderr says what was missing."""
+    assert runs["nothing fits"].returncode == 1
+    assert "micro_batch=1 does not fit into 200 KiB on virtual:200 KiB" in runs["nothing fits"].stderr
+
+
+def test_nothing_fits_shows_the_trials_beside_the_error(runs: dict[str, CompletedProcess[str]]) -> None:
+    """The trials of a search that found nothing are on stderr, so that stdout holds no half of an answer."""
+    assert "out of memory in optimizer" in runs["nothing fits"].stderr
+    assert runs["nothing fits"].stdout == ""
+
+
+def test_death_at_every_size_ends_with_one(runs: dict[str, CompletedProcess[str]]) -> None:
+    """When the worker dies at every size, the exit code is 1 and the signal that killed it is named."""
+    assert runs["dies"].returncode == 1
+    assert "SIGKILL" in runs["dies"].stderr and "worker process died" in runs["dies"].stderr
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("small budget", "is less than this process already holds on virtual:4.00 MiB"),
+        ("device", "device='toaster' is not a device"),
+        ("no function", "target.py has no function 'queit'; it has: "),
+        ("no torchvision", 'python -m pip install "autoaccum[vision]"'),
+        ("no transformers", 'python -m pip install "autoaccum[hf]"'),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(runs: dict[str, CompletedProcess[str]], case: str, said: str) -> None:
+    """A request that cannot be satisfied ends with 2 and a single line on stderr, without a traceback."""
+    done = runs[case]
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("autoaccum: ") and len(done.stderr.splitlines()) == 1
+    assert said in done.stderr
+
+
+def test_a_missing_function_is_told_what_there_is(runs: dict[str, CompletedProcess[str]]) -> None:
+    """The error about a misspelt function lists the functions of the file, and not what it imported."""
+    assert "quiet, sleepy" in runs["no function"].stderr
+    assert "torch" not in runs["no function"].stderr
+
+
+@pytest.mark.parametrize(
+    ("case", "file", "error"),
+    [
+        ("syntax", "syntax.py", "SyntaxError: "),
+        ("at import", "beside.py", "OSError: the data folder is missing"),
+        ("function", "target.py", "TypeError: unsupported operand type(s) for +: 'NoneType' and 'int'"),
+        ("forward", "target.py", "LookupError: the table is damaged"),
+        ("exit", "target.py", "SystemExit: leaving for good"),
+    ],
+)
+def test_broken_target_shows_the_users_own_traceback(
+    runs: dict[str, CompletedProcess[str]], folder: Path, case: str, file: str, error: str
+) -> None:
+    """An error of the user's code ends with 2 and shows its traceback, with the user's file and none of this library."""
+    done = runs[case]
+    assert done.returncode == 2 and done.stdout == ""
+    assert error in done.stderr and file in done.stderr
+    assert str(Path(autoaccum.__file__).parent) + os.sep not in done.stderr
+    assert "importlib" not in done.stderr
+
+
+def test_the_cause_of_an_error_is_shown(runs: dict[str, CompletedProcess[str]]) -> None:
+    """The traceback of an error in forward has its cause, and a note about the micro-batch that was tried."""
+    assert "KeyError: 'column'" in runs["forward"].stderr
+    assert "raised while autoaccum probed micro_batch=1 (forward phase)" in runs["forward"].stderr
+
+
+def test_a_file_name_that_is_not_text(command: Command, folder: Path) -> None:
+    """A target whose name is not UTF-8 is refused with 2 and a line, not with a traceback."""
+    done = command("probe", os.fsdecode(b"caf\xe9.py:build"), folder=folder)
+    assert done.returncode == 2
+    assert "is not UTF-8 text" in done.stderr and "Traceback" not in done.stderr
+
+
+# -- interrupted
+
+
+@pytest.mark.parametrize("who", ["group", "parent", "worker"])
+def test_interrupt_ends_with_130(started_command: Start, folder: Path, who: str) -> None:
+    """SIGINT to the process group, to the command alone or to its worker ends with 130, a word, and no worker left."""
+    process = started_command("probe", "target.py:sleepy", *VIRTUAL, folder=folder)
+    assert process.stderr is not None and process.stderr.readline() == b"running\n"
+    (worker,) = psutil.Process(process.pid).children()
+    if who == "group":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        os.kill(process.pid if who == "parent" else worker.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (out, err.strip()) == (b"", b"interrupted")
+    assert psutil.wait_procs([worker], timeout=10)[1] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the libraries of the worker from Linux' /proc")
+def test_interrupt_while_torch_is_imported(started_command: Start, folder: Path) -> None:
+    """Ctrl-C before the worker has loaded torch ends with 130 and shows no traceback."""
+    process = started_command("probe", "target.py:quiet", folder=folder)
+    give_up = time.monotonic() + 60
+    while time.monotonic() < give_up:
+        maps = "".join(Path(f"/proc/{c.pid}/maps").read_text() for c in psutil.Process(process.pid).children())
+        if "libtorch" in maps:
+            break
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (out, err.strip()) == (b"", b"interrupted")
+
+
+def test_plan_record_is_what_the_worker_answers(runs: dict[str, CompletedProcess[str]], folder: Path) -> None:
+    """The JSON of the command line has every field of a plan and no other."""
+    assert runs["plan"].returncode == 0
+    written = json.loads((folder / "p.json").read_text())
+    assert set(written) == {"record", *PlanRecord.__struct_fields__}
