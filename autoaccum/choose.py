@@ -118,3 +118,20 @@ def evidence(now: Standing, ladder: Sequence[int]) -> Evidence:
         return "measured"
     following = bisect_right(ladder, now.best)
     return "exact" if following < len(ladder) and ladder[following] == now.ceiling else "measured"
+
+
+def remarks(trials: Sequence[Trial]) -> tuple[str, ...]:
+    """What was believed about sizes that failed for another reason than plain memory, one sentence each."""
+    said = []
+    for trial in trials:
+        match trial.outcome:
+            case Refused(bound="floor", message=message):
+                text = f"is too small to run, so every micro-batch is larger ({message})"
+            case Refused(message=message):
+                text = f"is beyond a limit that is not the device's memory ({message})"
+            case OutOfMemory(cause="unclear", message=message):
+                text = f"failed with an error that often means memory, believed because a smaller size ran ({message})"
+            case _:
+                continue
+        said.append(f"micro_batch={trial.candidate.micro_batch} {text}.")
+    return tuple(said)

@@ -150,7 +150,7 @@ def _keep_module(module: nn.Module) -> _Restore:
             if name in attributes:
                 object.__setattr__(module, name, attributes[name])
             else:
-                delattr(module, name)
+                del vars(module)[name]  # `delattr` would take a parameter of that name that has just been put back
         for refill in contents:
             refill()
 

@@ -60,8 +60,8 @@ class CpuDevice(AbstractDevice):
         return total if limit is None else min(total, limit)
 
     def free_bytes(self) -> int:
-        known = [int(psutil.virtual_memory().available), cgroup_free_bytes(), _resource_limit_room_bytes()]
-        return min(room for room in known if room is not None)
+        available, in_group = int(psutil.virtual_memory().available), cgroup_free_bytes()
+        return available if in_group is None else min(available, in_group)
 
     def reserve_bytes(self) -> int:
         return self.free_bytes() // 10  # where the host's memory is gone the kernel ends processes, it does not raise
@@ -144,10 +144,10 @@ class _Thresholds(Steadiness):
             return None
         self._after = _STEADY
         return (
-            f"With the C library's usual settings these steps may need up to {format_bytes(int(usual_peak_bytes))}. To stay "
-            "inside the limit, train with MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 MALLOC_TOP_PAD_=0 in the "
-            "environment (freed memory goes back at once, which is slower), or leave more room in the budget. The process "
-            "that ran this search was left with these settings (mallopt)."
+            f"With the C library's usual settings these steps may need up to {format_bytes(int(usual_peak_bytes))}. "
+            "To stay inside the limit, train with MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 "
+            "MALLOC_TOP_PAD_=0 in the environment (freed memory goes back at once, which is slower), or leave more room in "
+            "the budget. The process that ran this search was left with these settings (mallopt)."
         )
 
     def leave(self) -> None:
@@ -170,16 +170,6 @@ def _status_bytes(field: str) -> int:
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     raise LookupError(f"/proc/self/status has no {field}")
-
-
-def _resource_limit_room_bytes() -> int | None:
-    """What the caller's own limit on data mappings (`ulimit -d`) still allows, None where there is none."""
-    if sys.platform != "linux":
-        return None
-    import resource
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    return None if soft == resource.RLIM_INFINITY else max(0, soft - _status_bytes("VmData"))
 
 
 def _can_reset_peak() -> bool:

@@ -16,8 +16,9 @@ from autoaccum.devices import device_for
 from autoaccum.devices.base import AbstractDevice
 from autoaccum.errors import AutoaccumError, NothingFitsError
 from autoaccum.records import Candidate, PlanRecord, Trial
+from autoaccum.session import Request
 from autoaccum.targets import load_target
-from autoaccum.tune import Request, probe_workload, tune_workload
+from autoaccum.tune import probe_workload, tune_workload
 from autoaccum.worker.messages import Bounded, Failed, Finished, Job, Message, Planned, Probed, Started
 from autoaccum.workload import Workload
 

@@ -8,7 +8,7 @@ from autoaccum.records import Candidate, PlanRecord, ProbeResult, Record, Trial
 
 
 class Job(Record, frozen=True, kw_only=True):
-    """What the worker is to do. `request` is a `tune.Request` as JSON, which the parent need not understand.
+    """What the worker is to do. `request` is a `session.Request` as JSON, which the parent need not understand.
 
     `log` holds the trials of workers that died, so that the search goes on instead of starting again.
     """

@@ -58,7 +58,7 @@ def search_in_worker(
 
     Args:
         target: See `autoaccum.targets`.
-        request: The fields of a `tune.Request`.
+        request: The fields of a `session.Request`.
         device: As the user writes it, None for the model's.
 
     Raises:
