@@ -6,7 +6,7 @@ Decides how the model is called and what its loss is; checks all of it once, at 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -20,6 +20,7 @@ from autoaccum.batches.layout import BatchDim, shared_second_dim
 from autoaccum.batches.sources import AbstractSource, BatchSource, SplitFn, source_of
 from autoaccum.batches.structure import is_plain_sequence, tensors_in
 from autoaccum.batches.weights import Tokens
+from autoaccum.calling import binds, call, checked_loss, inputs_and_target, is_item_list, own_loss
 from autoaccum.errors import InvalidRequestError
 from autoaccum.records import MemoryAccount
 
@@ -191,13 +192,13 @@ class Workload:
             Exception: Whatever the user's code raises.
         """
         if self._training_step is not None:
-            return _checked_loss(self._training_step(self.module, batch), "training_step")
+            return checked_loss(self._training_step(self.module, batch), "training_step")
         if self._loss_fn is not None:
-            inputs, target = _inputs_and_target(batch)
-            return _checked_loss(self._loss_fn(_call(self.module, inputs), target), "loss_fn")
+            inputs, target = inputs_and_target(batch)
+            return checked_loss(self._loss_fn(call(self.module, inputs), target), "loss_fn")
         output = self._call_with_all(batch)
-        own = _own_loss(output)
-        return _checked_loss(self._mean_of(output) if own is None else own, "the model")
+        own = own_loss(output)
+        return checked_loss(self._mean_of(output) if own is None else own, "the model")
 
     def warn(self, text: str) -> None:
         """Say something once."""
@@ -206,13 +207,13 @@ class Workload:
 
     def _call_with_all(self, batch: Any) -> Any:
         """Call the model with a whole batch; a pair for a model of one argument is taken as (input, target)."""
-        if is_plain_sequence(batch) and not _is_item_list(batch) and not _binds(self.module, *batch) and len(batch) > 1:
+        if is_plain_sequence(batch) and not is_item_list(batch) and not binds(self.module, *batch) and len(batch) > 1:
             self.warn(
                 "The sample's last part was taken as the target and not used, since there is no loss_fn and the model "
                 "does not take it."
             )
-            return _call(self.module, _inputs_and_target(batch)[0])
-        return _call(self.module, batch)
+            return call(self.module, inputs_and_target(batch)[0])
+        return call(self.module, batch)
 
     def _mean_of(self, output: Any) -> Tensor:
         self.warn(
@@ -341,75 +342,3 @@ def _check_step(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} evaluates a closure several times per step, which accumulation cannot give it; "
             "use an optimizer whose step() takes no closure."
         )
-
-
-def _checked_loss(loss: Any, origin: str) -> Tensor:
-    if not isinstance(loss, Tensor):
-        raise InvalidRequestError(f"{origin} returned {type(loss).__name__} as the loss; expected a scalar tensor.")
-    if loss.numel() != 1:
-        raise InvalidRequestError(
-            f"{origin} returned a loss of shape {tuple(loss.shape)}, which is not a scalar; reduce it, for example with "
-            ".mean()."
-        )
-    if not loss.requires_grad:
-        raise InvalidRequestError(
-            f"{origin} returned a loss that does not require grad: nothing trainable leads to it. "
-            "Was it detached, converted with .item(), or computed under no_grad?"
-        )
-    return loss if loss.ndim == 0 else loss.reshape(())
-
-
-def _inputs_and_target(batch: Any) -> tuple[Any, Any]:
-    if not isinstance(batch, Sequence) or isinstance(batch, (str, bytes)) or len(batch) < 2:
-        raise InvalidRequestError(
-            f"loss_fn needs samples shaped (input, target); this one is a {type(batch).__name__}. "
-            "Pass training_step=(model, batch) -> loss instead."
-        )
-    return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
-
-
-def _call(module: nn.Module, inputs: Any) -> Any:
-    """Call with keywords for a mapping, with positions for a tuple or list of arguments, else with the one value."""
-    if isinstance(inputs, Mapping) and all(isinstance(key, str) for key in inputs) and _binds(module, **inputs):
-        return module(**inputs)
-    if is_plain_sequence(inputs) and not _is_item_list(inputs) and _binds(module, *inputs):
-        return module(*inputs)
-    return module(inputs)
-
-
-def _binds(module: nn.Module, *args: Any, **kwargs: Any) -> bool:
-    """Whether the forward of the module can be called so; when that cannot be seen, it is taken to be."""
-    try:
-        signature = inspect.signature(module.forward)
-    except (TypeError, ValueError):
-        return True
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
-
-
-def _is_item_list(batch: Any) -> bool:
-    """A list of per-item mappings or pairs, which goes to the model as one argument."""
-    return (
-        isinstance(batch, list)
-        and bool(batch)
-        and (all(isinstance(item, Mapping) for item in batch) or all(isinstance(item, tuple) for item in batch))
-    )
-
-
-def _own_loss(output: Any) -> Tensor | None:
-    """The loss that the model itself returns, None when it returns none."""
-    if isinstance(output, Tensor):
-        return output if output.numel() == 1 else None
-    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(named, Tensor):
-        return named
-    if isinstance(output, Mapping):
-        parts = [part for part in output.values() if isinstance(part, Tensor)]
-        scalars = bool(parts) and len(parts) == len(output) and all(part.numel() == 1 for part in parts)
-        return torch.stack([part.reshape(()) for part in parts]).sum() if scalars else None
-    if isinstance(output, tuple) and output and isinstance(output[0], Tensor) and output[0].ndim == 0:
-        return output[0]
-    return None

@@ -16,7 +16,7 @@ ROWS = (
     ("units",),
     ("records",),
     ("schedule", "search", "batches"),
-    ("choose", "devices", "preserve", "ranks"),
+    ("choose", "devices", "preserve", "ranks", "calling"),
     ("workload",),
     ("window", "budget"),
     ("probing",),

@@ -1,0 +1,90 @@
+"""How a model is called with a batch, and what of its output is the loss.
+
+Knows nothing of optimizers, memory or trials.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoaccum.batches.structure import is_plain_sequence
+from autoaccum.errors import InvalidRequestError
+
+
+def checked_loss(loss: Any, origin: str) -> Tensor:
+    """The loss as a scalar with a graph, or an error that says what it is instead."""
+    if not isinstance(loss, Tensor):
+        raise InvalidRequestError(f"{origin} returned {type(loss).__name__} as the loss; expected a scalar tensor.")
+    if loss.numel() != 1:
+        raise InvalidRequestError(
+            f"{origin} returned a loss of shape {tuple(loss.shape)}, which is not a scalar; reduce it, for example with "
+            ".mean()."
+        )
+    if not loss.requires_grad:
+        raise InvalidRequestError(
+            f"{origin} returned a loss that does not require grad: nothing trainable leads to it. "
+            "Was it detached, converted with .item(), or computed under no_grad?"
+        )
+    return loss if loss.ndim == 0 else loss.reshape(())
+
+
+def inputs_and_target(batch: Any) -> tuple[Any, Any]:
+    """A pair, or all parts but the last and the last."""
+    if not isinstance(batch, Sequence) or isinstance(batch, (str, bytes)) or len(batch) < 2:
+        raise InvalidRequestError(
+            f"loss_fn needs samples shaped (input, target); this one is a {type(batch).__name__}. "
+            "Pass training_step=(model, batch) -> loss instead."
+        )
+    return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
+
+
+def call(module: nn.Module, inputs: Any) -> Any:
+    """Call with keywords for a mapping, with positions for a tuple or list of arguments, else with the one value."""
+    if isinstance(inputs, Mapping) and all(isinstance(key, str) for key in inputs) and binds(module, **inputs):
+        return module(**inputs)
+    if is_plain_sequence(inputs) and not is_item_list(inputs) and binds(module, *inputs):
+        return module(*inputs)
+    return module(inputs)
+
+
+def binds(module: nn.Module, *args: Any, **kwargs: Any) -> bool:
+    """Whether the forward of the module can be called so; when that cannot be seen, it is taken to be."""
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def is_item_list(batch: Any) -> bool:
+    """A list of per-item mappings or pairs, which goes to the model as one argument."""
+    return (
+        isinstance(batch, list)
+        and bool(batch)
+        and (all(isinstance(item, Mapping) for item in batch) or all(isinstance(item, tuple) for item in batch))
+    )
+
+
+def own_loss(output: Any) -> Tensor | None:
+    """The loss that the model itself returns, None when it returns none."""
+    if isinstance(output, Tensor):
+        return output if output.numel() == 1 else None
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(named, Tensor):
+        return named
+    if isinstance(output, Mapping):
+        parts = [part for part in output.values() if isinstance(part, Tensor)]
+        scalars = bool(parts) and len(parts) == len(output) and all(part.numel() == 1 for part in parts)
+        return torch.stack([part.reshape(()) for part in parts]).sum() if scalars else None
+    if isinstance(output, tuple) and output and isinstance(output[0], Tensor) and output[0].ndim == 0:
+        return output[0]
+    return None
