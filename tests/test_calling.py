@@ -1,0 +1,97 @@
+"""How a model is called with a batch, and what of its output is the loss."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoaccum.calling import call, checked_loss, inputs_and_target, own_loss
+from autoaccum.errors import InvalidRequestError
+
+
+class Records(nn.Module):
+    """Returns the arguments it was called with."""
+
+    def forward(self, first: Any, second: Any = None) -> tuple[Any, Any]:
+        return first, second
+
+
+@pytest.mark.parametrize(
+    ("batch", "seen"),
+    [
+        ({"first": 1, "second": 2}, (1, 2)),
+        ({"other": 1}, ({"other": 1}, None)),
+        ((1, 2), (1, 2)),
+        ([1, 2], (1, 2)),
+        ((1, 2, 3), ((1, 2, 3), None)),
+        ([{"a": 1}, {"a": 2}], ([{"a": 1}, {"a": 2}], None)),
+        (5, (5, None)),
+    ],
+)
+def test_batch_is_spread_where_the_model_takes_it_so(batch: Any, seen: Any) -> None:
+    """A mapping goes in by keyword and a tuple by position where that binds; anything else as one argument."""
+    assert call(Records(), batch) == seen
+
+
+def test_named_tuple_goes_in_as_one_argument() -> None:
+    """A named tuple has attributes that the model may use, so it is not spread."""
+    pair = namedtuple("pair", "x y")(1, 2)
+    assert call(Records(), pair) == (pair, None)
+
+
+def test_last_part_of_a_sample_is_the_target() -> None:
+    """(input, target) gives the input itself, (a, b, target) the tuple of what comes before."""
+    assert inputs_and_target((1, 2)) == (1, 2)
+    assert inputs_and_target([1, 2, 3]) == ((1, 2), 3)
+
+
+@pytest.mark.parametrize("batch", [{"x": 1}, torch.ones(3), (1,), "ab"])
+def test_sample_without_a_target_is_refused_for_a_loss_function(batch: Any) -> None:
+    """A loss function needs a pair; the error names training_step as the remedy."""
+    with pytest.raises(InvalidRequestError, match="training_step"):
+        inputs_and_target(batch)
+
+
+LOSS, VECTOR = torch.tensor(2.0), torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        (LOSS, 2.0),
+        (SimpleNamespace(loss=LOSS, logits=VECTOR), 2.0),
+        ({"loss": LOSS, "logits": VECTOR}, 2.0),
+        ({"loss_box": LOSS, "loss_class": LOSS}, 4.0),
+        ((LOSS, VECTOR), 2.0),
+        (VECTOR, None),
+        ({"logits": VECTOR}, None),
+        ({"loss_box": LOSS, "boxes": VECTOR}, None),
+        (SimpleNamespace(loss=None), None),
+        ((VECTOR, LOSS), None),
+        ([], None),
+        ({}, None),
+    ],
+)
+def test_own_loss_of_a_model_is_found(output: Any, expected: float | None) -> None:
+    """`.loss`, ["loss"], a scalar, a dict of scalars summed, a leading scalar of a tuple; else there is none."""
+    found = own_loss(output)
+    assert (None if found is None else float(found)) == expected
+
+
+def test_loss_of_one_element_becomes_a_scalar() -> None:
+    """A loss of shape (1,) is taken, as a scalar."""
+    assert checked_loss(torch.ones(1, requires_grad=True) * 2, "the model").shape == ()
+
+
+def test_gradient_flows_through_a_dict_of_losses() -> None:
+    """The sum of a dict of losses reaches every part."""
+    parts = {name: torch.ones((), requires_grad=True) for name in ("a", "b")}
+    total = own_loss({name: part * 3 for name, part in parts.items()})
+    assert isinstance(total, Tensor)
+    total.backward()
+    assert [part.grad for part in parts.values()] == [torch.tensor(3.0)] * 2
