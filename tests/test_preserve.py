@@ -613,48 +613,50 @@ needs_new_names = pytest.mark.skipif(
 )
 
 
-@needs_new_names
-def test_precision_by_its_new_name(run_child: RunChild) -> None:
-    """A precision that the user set by its new name, which makes the old one unreadable, is kept and restored."""
-    inside, after = run_child(
-        """
-        import torch
-        from autoaccum.preserve import preserved
-        matmul = torch.backends.cuda.matmul
-        matmul.fp32_precision = "tf32"
-        with preserved(torch.nn.Linear(2, 2), device=torch.device("cpu")):
-            matmul.fp32_precision = "ieee"
-            inside = matmul.fp32_precision
-        answer([inside, matmul.fp32_precision])
-        """
-    )
-    assert (inside, after) == ("ieee", "tf32")
-
-
-@needs_new_names
-def test_precision_that_the_block_set_by_its_new_name(run_child: RunChild) -> None:
-    """After a block that used the new names all settings are as before, and the old names can be read again."""
-    before, after = run_child(
+@pytest.fixture(scope="module")
+def precisions(run_child: RunChild) -> dict[str, Any]:
+    """Precisions around two blocks: one that uses the new names, and one that finds them in use. They do not mix back."""
+    answer: dict[str, Any] = run_child(
         """
         import torch
         from autoaccum.preserve import preserved
         backends = torch.backends
+        layer, device = torch.nn.Linear(2, 2), torch.device("cpu")
 
         def read():
             return [torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32,
                     backends.fp32_precision, backends.cudnn.conv.fp32_precision, backends.mkldnn.matmul.fp32_precision,
                     backends.cuda.matmul.fp32_precision]
 
-        before = read()
-        with preserved(torch.nn.Linear(2, 2), device=torch.device("cpu")):
+        seen = {"old names": read()}
+        with preserved(layer, device=device):
             backends.fp32_precision = "tf32"
             backends.cuda.matmul.fp32_precision = "tf32"
             backends.cudnn.conv.fp32_precision = "ieee"
             backends.mkldnn.matmul.fp32_precision = "bf16"
-        answer([before, read()])
+        seen["old names again"] = read()
+        backends.cuda.matmul.fp32_precision = "tf32"
+        with preserved(layer, device=device):
+            backends.cuda.matmul.fp32_precision = "ieee"
+            seen["new name inside"] = backends.cuda.matmul.fp32_precision
+        seen["new name after"] = backends.cuda.matmul.fp32_precision
+        answer(seen)
         """
     )
-    assert after == before
+    return answer
+
+
+@needs_new_names
+def test_precision_that_the_block_set_by_its_new_name(precisions: dict[str, Any]) -> None:
+    """After a block that used the new names all settings are as before, and the old names can be read again."""
+    assert precisions["old names again"] == precisions["old names"]
+
+
+@needs_new_names
+def test_precision_by_its_new_name(precisions: dict[str, Any]) -> None:
+    """A precision that the user set by its new name, which makes the old one unreadable, is kept and restored."""
+    assert precisions["new name inside"] == "ieee"
+    assert precisions["new name after"] == "tf32"
 
 
 # -- when things go wrong

@@ -443,7 +443,7 @@ _MODELS = {
 
 
 @on_linux
-@pytest.mark.parametrize("model", _MODELS)
+@pytest.mark.parametrize("model", ["mlp", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_peaks_lie_on_a_line(run_child: RunChild, model: str) -> None:
     """Under steady settings peaks of other sizes lie on the line through the largest and the smallest, within 1 %."""
     largest, smallest, *others = run_child(_PEAKS.replace("PEAKS)", _MODELS[model] + ")"))
