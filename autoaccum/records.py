@@ -230,6 +230,7 @@ class PlanRecord(Record, frozen=True, kw_only=True, tag_field="record", tag="aut
         sizes = self.micro_batch_sizes
         sound = (
             self.effective_batch == self.target_batch
+            and min(self.multiple_of, self.min_micro_batch) >= 1
             and 0 <= self.rank < self.world_size
             and sum(sizes) == self.target_batch // self.world_size + (self.rank < self.target_batch % self.world_size)
             and min(sizes, default=0) >= 1

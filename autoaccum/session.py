@@ -137,12 +137,12 @@ class Search:
         while confirmed is None:
             now = self._search(sizes)
             schedule = self._schedule(now)
-            if not self._was_run(schedule.micro_batch):
+            if not self._fits_at(schedule.micro_batch):
                 self._try(schedule.micro_batch)
                 continue
             if self._time_is_up:
                 break
-            confirmed = self._confirm(now, schedule.sizes[self.ranks.rank])
+            confirmed = self._confirm(now, schedule)
         return self._plan_record(now, sizes, schedule, confirmed)
 
     def result(self) -> ProbeResult:
@@ -265,19 +265,22 @@ class Search:
             micro_batch = source.take(size)
         return [micro_batch] * len(sizes)
 
-    def _confirm(self, now: Standing, sizes: Sequence[int]) -> Trial | None:
-        """Run the plan's own optimizer steps; None when they do not fit after all, which lowers the ceiling."""
-        self._settle(now, max(sizes))
-        trial = self._run(max(sizes), self._plan_windows(sizes), self.workload.source.micro_batches, "confirm").trial
+    def _confirm(self, now: Standing, schedule: Schedule) -> Trial | None:
+        """Run the plan's own optimizer steps; None when they do not fit after all, which lowers the ceiling.
+
+        On every rank the trial bears the largest size of all ranks, so that their logs stay the same.
+        """
+        self._settle(now, schedule.micro_batch)
+        windows = self._plan_windows(schedule.sizes[self.ranks.rank])
+        trial = self._run(schedule.micro_batch, windows, self.workload.source.micro_batches, "confirm").trial
         return trial if isinstance(trial.outcome, Fit) else None
 
     def _settle(self, now: Standing, size: int) -> None:
         """Let the device choose the settings that training will run under, from what was measured at this size."""
-        fits = [t.outcome.peak_bytes for t in self.trials if t.candidate.micro_batch == size and isinstance(t.outcome, Fit)]
         at_ceiling = [t.outcome for t in self.trials if t.candidate.micro_batch == now.ceiling]
         by_budget = all(isinstance(outcome, OutOfMemory) and outcome.cause == "budget" for outcome in at_ceiling)
         note = self._steadiness.settle(
-            peak_bytes=max(fits),
+            peak_bytes=max(fit.peak_bytes for fit in self._fits_at(size)),
             held_bytes=self.budget.held_bytes,
             budget_bytes=self.budget.budget_bytes if by_budget else None,
         )
@@ -286,9 +289,10 @@ class Search:
 
     def _plan_windows(self, sizes: Sequence[int]) -> Sequence[Sequence[int]]:
         """As many whole optimizer steps as there is time for; the first one is not timed."""
-        timed = [t.outcome.median_step_s for t in self.trials if isinstance(t.outcome, Fit) and t.outcome.median_step_s]
-        per_row_s = timed[-1] / self.trials[-1].rows_per_step if timed else 0.0
-        step_s = max(per_row_s * sum(sizes), 0.0)
+        step_s = 0.0
+        for trial in self.trials:
+            if isinstance(trial.outcome, Fit) and trial.outcome.median_step_s:
+                step_s = trial.outcome.median_step_s / trial.rows_per_step * (self.share or sum(sizes))
         if step_s * 3 <= _TIMED_S:
             return [sizes] * 3
         if step_s * 2 <= _LONGEST_S:
@@ -298,8 +302,8 @@ class Search:
         )
         return [sizes[:MICRO_BATCHES_PER_WINDOW]] * WINDOWS_PER_PROBE
 
-    def _was_run(self, size: int) -> bool:
-        return any(isinstance(t.outcome, Fit) and t.candidate.micro_batch == size for t in self.trials)
+    def _fits_at(self, size: int) -> list[Fit]:
+        return [t.outcome for t in self.trials if t.candidate.micro_batch == size and isinstance(t.outcome, Fit)]
 
     # -- bounds and schedule
 

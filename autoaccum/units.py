@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from numbers import Real
 from typing import NamedTuple
 
 from autoaccum.errors import InvalidRequestError
@@ -42,8 +43,8 @@ def parse_size(value: object, name: str = "budget") -> int | Share:
         >>> parse_size("2GiB"), parse_size("1.5 kB"), parse_size("80%")
         (2147483648, 1500, Share(frac=0.8))
     """
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1:
-        return _positive(int(value), value, name)  # 8e9 is a whole number too
+    if isinstance(value, Real) and not isinstance(value, bool) and value == value // 1:
+        return _positive(int(value // 1), value, name)  # type: ignore[call-overload]  # 8e9 is a whole number too
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) and len(value) <= 64 else None
     if match is None:
         raise InvalidRequestError(f"{name}={shown(value)} cannot be read as memory; {_EXPECTED}.")

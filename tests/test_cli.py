@@ -64,7 +64,10 @@ def sleepy():
 
 
 def deadly():
-    return Net(lambda: os.kill(os.getpid(), signal.SIGKILL)), torch.randn(4, 8)
+    def inside():
+        print("printed before the death")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Net(inside), torch.randn(4, 8)
 
 
 def leaving():
@@ -378,6 +381,11 @@ def test_death_at_every_size_ends_with_one(runs: dict[str, CompletedProcess[str]
     """When the worker dies at every size, the exit code is 1 and the signal that killed it is named."""
     assert runs["dies"].returncode == 1
     assert "SIGKILL" in runs["dies"].stderr and "worker process died" in runs["dies"].stderr
+
+
+def test_what_was_printed_before_a_death_is_shown(runs: dict[str, CompletedProcess[str]]) -> None:
+    """What the user's code printed just before its process was killed is not lost."""
+    assert "printed before the death" in runs["dies"].stderr.splitlines()
 
 
 @pytest.mark.parametrize(

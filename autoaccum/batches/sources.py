@@ -133,7 +133,7 @@ class CallableSource(AbstractSource):
         batch = self._function(count)
         if not self._opaque:
             _check_row_count(batch, count, self._batch_dim)
-        return batch
+        return batch if self._opaque else cloned(batch)  # the function may hand out views of data that it keeps
 
     def micro_batches(self, sizes: Sequence[int]) -> list[Any]:
         return [self.take(size) for size in sizes]

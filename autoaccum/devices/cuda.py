@@ -62,7 +62,8 @@ class CudaDevice(AbstractDevice):
         if self._shares_host_memory():
             return 0
         free, total = torch.cuda.mem_get_info(self.torch_device)
-        others = sum(holder.held_bytes or 0 for holder in self.holders())
+        # A process that cannot be seen from here may be this one under its number outside the container.
+        others = sum(holder.held_bytes or 0 for holder in self.holders() if psutil.pid_exists(holder.pid))
         return max(0, int(total) - int(free) - reserved - others)
 
     def holders(self) -> tuple[Holder, ...]:

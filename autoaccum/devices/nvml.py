@@ -5,6 +5,9 @@ Every question has "not known" as an answer: in a container, on MIG or without t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import psutil
 import pynvml
 
@@ -19,10 +22,8 @@ def holders(uuid: str) -> tuple[Holder, ...]:
         return ()
     try:
         handle = _handle(uuid)
-        processes = [
-            *pynvml.nvmlDeviceGetComputeRunningProcesses(handle),
-            *pynvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
-        ]
+        processes = [*_asked(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)]
+        processes += _asked(pynvml.nvmlDeviceGetGraphicsRunningProcesses, handle)
     except pynvml.NVMLError:
         return ()
     finally:
@@ -44,6 +45,14 @@ def driver_version() -> str | None:
         return None
     finally:
         pynvml.nvmlShutdown()
+
+
+def _asked(question: Callable[[object], list[Any]], handle: object) -> list[Any]:
+    """The answer, or nothing where this device cannot tell."""
+    try:
+        return question(handle)
+    except pynvml.NVMLError:
+        return []
 
 
 def _handle(uuid: str) -> object:

@@ -91,7 +91,11 @@ def search_in_worker(
         if code in (130, -signal.SIGINT):
             raise KeyboardInterrupt
         if running is None:
-            raise WorkerError("refused", f"the worker process ended {_ending(code)} before it ran a trial.", tuple(log))
+            raise WorkerError(
+                "refused",
+                f"the worker process ended {_ending(code)} {'outside any' if log else 'before it ran a'} trial.",
+                tuple(log),
+            )
         log.append(_died(running, code))
         follower.finished(log[-1])
     raise WorkerError("refused", f"{_MOST_WORKERS} worker processes died one after the other.", tuple(log))

@@ -194,7 +194,7 @@ def test_a_process_that_the_user_started_does_not_keep_the_search_waiting(folder
     with pytest.raises(WorkerError, match="SIGKILL"):
         search("with_a_process_of_its_own")
     forked = psutil.Process(int((folder / "pid").read_text()))
-    assert forked.is_running()
+    assert forked.status() != psutil.STATUS_ZOMBIE
     forked.kill()
 
 
@@ -213,6 +213,9 @@ def test_deaths_without_end_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- what a worker says
+
+
+TRIAL = '{"candidate": {"micro_batch": 1}, "outcome": {"type": "fit", "peak_bytes": 1}, "wall_s": 1, "rows_per_step": 2}'
 
 
 def use_stub_worker(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Job], list[str]], code: int = -9) -> None:
@@ -241,6 +244,15 @@ def test_a_line_cut_short_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> No
     use_stub_worker(monkeypatch, lambda job: ['{"type": "failed", "kind": "user", "te'])
     with pytest.raises(WorkerError, match="ended by signal 9"):
         search("sleepy")
+
+
+def test_death_between_trials_is_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that dies after a trial is over does not make a failure of that trial: the search ends, with its log."""
+    started = '{"type": "started", "candidate": {"micro_batch": 1}, "purpose": "probe"}'
+    use_stub_worker(monkeypatch, lambda job: [started, f'{{"type": "finished", "trial": {TRIAL}}}'])
+    with pytest.raises(WorkerError, match=r"ended by signal 9 \(SIGKILL\) outside any trial\.$") as caught:
+        search("sleepy")
+    assert [type(trial.outcome) for trial in caught.value.trials] == [Fit]
 
 
 def test_an_interrupted_worker_interrupts_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
