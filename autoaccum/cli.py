@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ def probe_command(
 ) -> None:
     """Search with real training steps and print the trials and the plan."""
     _check_writable(json_path, markdown_path)
+    if numbers["time_budget_s"] is not None and not isfinite(numbers["time_budget_s"]):
+        raise click.UsageError("--time-budget is not a number of seconds.")  # JSON would turn it into "no limit"
     request = {**{name: value for name, value in numbers.items() if name != "inexact"}, "exact": not numbers["inexact"]}
     with _shown(progress) as follower:
         found = search_in_worker(target, request, device, follower)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from autoaccum.errors import InvalidRequestError
 from autoaccum.units import shown
 
+LARGEST_TARGET = 10**9  # a window is a list of micro-batches; longer ones than this are a slip of the hand
+
 
 def shares(target_batch: int, world_size: int) -> tuple[int, ...]:
     """Rows of one optimizer step for every rank; they differ by at most one.
@@ -133,6 +135,10 @@ def check_target(target_batch: object, world_size: int) -> int:
         InvalidRequestError: When it is not whole, not above zero, or smaller than the number of ranks.
     """
     whole = whole_number(target_batch, "target_batch", "the rows of one optimizer step over all ranks")
+    if whole > LARGEST_TARGET:
+        raise InvalidRequestError(
+            f"target_batch={shown(target_batch)} is beyond any optimizer step; expected at most {LARGEST_TARGET}."
+        )
     if whole < world_size:
         raise InvalidRequestError(
             f"target_batch={whole} is smaller than world_size={world_size}; every rank needs at least one sample."

@@ -99,6 +99,6 @@ def started_command() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 
 def _command_environment(more: dict[str, str]) -> dict[str, str]:
-    """One thread, because tiny models on several are slower; and a wide page, so that no sentence is broken."""
+    """One thread, because tiny models on several are slower; a wide page, so that no sentence breaks; buffers, as usual."""
     path = os.pathsep.join(filter(None, (more.pop("PYTHONPATH", ""), _LIBRARY)))
-    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "300", "PYTHONPATH": path, **more}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "300", "PYTHONUNBUFFERED": "", "PYTHONPATH": path, **more}

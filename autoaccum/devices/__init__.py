@@ -32,7 +32,7 @@ def device_for(request: object, model_device: torch.device) -> AbstractDevice:
     else:
         device = _physical(model_device if request is None else _parsed(request))
     wanted = device.torch_device
-    if wanted.type != model_device.type or wanted.index != model_device.index:
+    if wanted.type != model_device.type or (wanted.index or 0) != (model_device.index or 0):
         raise InvalidRequestError(
             f"device={device.name} but the model is on {model_device}; expected both in one place. "
             f"Move the model first: model.to({str(wanted)!r})."
