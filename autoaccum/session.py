@@ -238,11 +238,14 @@ class Search:
         smallest = min(certain, key=lambda trial: trial.candidate.micro_batch)
         assert isinstance(smallest.outcome, OutOfMemory)
         refused = f" Sizes up to {now.floor} are too small to run at all." if now.floor else ""
-        where = f" in the {smallest.outcome.phase} phase" if smallest.outcome.phase else ""
+        peak, phase, message = smallest.outcome.peak_bytes, smallest.outcome.phase, smallest.outcome.message
+        needed = (
+            f"it took {format_bytes(peak)}" if peak else f"memory ran out in the {phase} phase" if phase else "it failed"
+        )
         raise NothingFitsError(
             f"micro_batch={smallest.candidate.micro_batch} does not fit into {format_bytes(self.budget.budget_bytes)} on "
-            f"{self.device.name}: memory ran out{where} ({smallest.outcome.message.splitlines()[0][:200]}). Before the "
-            f"first trial {format_bytes(self.budget.held_bytes)} were held. {weights_in_words(self.workload)}{refused} "
+            f"{self.device.name}: {needed} ({message[:300]}). Before the first trial "
+            f"{format_bytes(self.budget.held_bytes)} were held. {weights_in_words(self.workload)}{refused} "
             "Raise the budget, or use a smaller model, sample or optimizer state.",
             self.trials,
         )
