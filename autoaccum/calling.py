@@ -74,6 +74,13 @@ def is_item_list(batch: Any) -> bool:
     )
 
 
+def is_one_per_row(inputs: list[Any], target: Any) -> bool:
+    """Whether a list holds one input for every row of the target, and is no list of columns: it is one argument then."""
+    rows = len(target) if isinstance(target, (list, tuple)) or (isinstance(target, Tensor) and target.ndim) else None
+    columns = all(isinstance(item, Tensor) and item.ndim and len(item) == rows for item in inputs)
+    return len(inputs) == rows and not columns
+
+
 def own_loss(output: Any) -> Tensor | None:
     """The loss that the model itself returns, None when it returns none."""
     if isinstance(output, Tensor):

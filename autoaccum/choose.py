@@ -54,18 +54,25 @@ def schedule_for(
     steps = steps_for(of_ranks[0], limit, multiple_of)
     sizes = tuple(rank_sizes(share, steps, multiple_of, None) for share in of_ranks)
     if smallest(sizes) < at_least:
+        nearby = (target_batch + sign * step for step in range(1, 2 * limit * world_size + 1) for sign in (-1, 1))
+        works = next(
+            (other for other in nearby if other >= world_size and _runs(other, world_size, limit, at_least, multiple_of)),
+            None,
+        )
         raise InvalidRequestError(
             f"target_batch={target_batch} leaves a micro-batch of {smallest(sizes)} rows with micro-batches of at most "
-            f"{limit}, and this model needs at least {at_least}; use target_batch={_floor_remedy(of_ranks, limit, at_least)}"
+            f"{limit}, and this model needs at least {at_least}; use "
+            + (f"target_batch={works}" if works else "a larger budget")
             + (f" or a smaller multiple_of than {multiple_of}." if multiple_of > 1 else ".")
         )
     return Schedule(sizes=sizes)
 
 
-def _floor_remedy(of_ranks: Sequence[int], limit: int, at_least: int) -> int:
-    """A near target that divides without too small a rest: every rank takes whole micro-batches of the limit."""
-    usable = max(limit, at_least)
-    return len(of_ranks) * usable * max(1, round(of_ranks[0] / usable))
+def _runs(target_batch: int, world_size: int, limit: int, at_least: int, multiple_of: int) -> bool:
+    """Whether this target leaves no micro-batch below what runs."""
+    of_ranks = shares(target_batch, world_size)
+    steps = steps_for(of_ranks[0], limit, multiple_of)
+    return smallest([rank_sizes(share, steps, multiple_of, None) for share in of_ranks]) >= at_least
 
 
 def _equal_schedule(target_batch: int, of_ranks: Sequence[int], limit: int, at_least: int, multiple_of: int) -> Schedule:

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 nothing fits, 2 the call or the target is wrong, 130 inter
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import nullcontext
 from math import isfinite
@@ -38,7 +39,9 @@ def cli() -> None:
 @click.option("--device", help='"cpu", "cuda:0", "virtual:8GiB". Default: where the target puts its model.')
 @click.option("--levers", default="none", show_default=True, help='Memory levers to search: "none".')
 @click.option("--max-micro-batch", type=int, help="No micro-batch above this many samples.")
-@click.option("--multiple-of", type=int, default=1, show_default=True, help="Micro-batches are multiples of this.")
+@click.option(
+    "--multiple-of", type=int, default=1, show_default=True, help="Micro-batches but the last are multiples of this."
+)
 @click.option("--equal-micro-batches", is_flag=True, help="One size for all micro-batches (HF Trainer, DeepSpeed).")
 @click.option("--time-budget", "time_budget_s", type=float, metavar="SECONDS", help="Try no further size after this.")
 @click.option("--inexact", is_flag=True, help="Without a target: stop when the limit is known to within 5 %.")
@@ -64,7 +67,7 @@ def probe_command(
         if path == "-":
             click.echo(text)
         elif path is not None:
-            write_whole(Path(path), text)
+            _write(path, text)
 
 
 @cli.command()
@@ -111,13 +114,25 @@ def _report_failure(error: WorkerError) -> int:
     return 1 if error.kind == "nothing fits" else 2
 
 
+def _write(path: str, text: str) -> None:
+    try:
+        write_whole(Path(path), text)
+    except OSError as error:
+        raise click.ClickException(f"{path} could not be written: {error.strerror or error}") from None
+
+
 def _check_writable(*paths: str | None) -> None:
     """Refuse a report that could not be written before the search, not after it."""
     if paths.count("-") > 1:
         raise click.UsageError("only one report can go to stdout (-); give the other a file name.")
+    named = [Path(path).resolve() for path in paths if path not in (None, "-")]
+    if len(set(named)) < len(named):
+        raise click.UsageError("both reports would go to one file; give them two names.")
+    if "" in paths:
+        raise click.UsageError("a report's file name is empty.")
     for path in paths:
-        if path not in (None, "-") and not Path(str(path)).absolute().parent.is_dir():
-            raise click.UsageError(f"the folder of {path!r} does not exist; make it first.")
+        if path not in (None, "-") and not os.access(Path(str(path)).absolute().parent, os.W_OK):
+            raise click.UsageError(f"the folder of {path!r} does not exist or cannot be written to.")
         if path not in (None, "-") and Path(str(path)).is_dir():
             raise click.UsageError(f"{path!r} is a folder; expected a file name.")
 

@@ -47,8 +47,8 @@ class Plan(PlanRecord, frozen=True, kw_only=True, tag_field="record", tag="autoa
             >>> plan.schedule(0)
             (10,)
         """
-        if not 0 <= rank < self.world_size:
-            raise InvalidRequestError(f"rank={rank} does not exist; expected 0 to {self.world_size - 1}.")
+        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise InvalidRequestError(f"rank={rank!r} does not exist; expected 0 to {self.world_size - 1}.")
         return schedule_for(
             self.target_batch,
             self.world_size,

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from autoaccum.errors import InvalidRequestError
+from autoaccum.units import format_bytes
 
 SCHEMA_VERSION = 1
 
@@ -177,6 +178,13 @@ class ProbeResult(Record, frozen=True, kw_only=True, tag_field="record", tag="au
     memory: MemoryAccount | None = None
     environment: Environment | None = None
 
+    def __str__(self) -> str:
+        peak = format_bytes(self.measured_peak_bytes)
+        return (
+            f"max_micro_batch={self.max_micro_batch}, limited by {self.limited_by} ({self.evidence}), peak {peak} of "
+            f"{format_bytes(self.budget_bytes)}, {len(self.trials)} trials"
+        )
+
     def to_json(self) -> str:
         """The record as JSON text; `from_json` gives it back."""
         return to_json(self)
@@ -238,7 +246,16 @@ class PlanRecord(Record, frozen=True, kw_only=True, tag_field="record", tag="aut
             and max(sizes) == self.micro_batch <= self.max_micro_batch
         )
         if not sound:
-            raise ValueError(f"micro_batch_sizes={list(sizes)} do not make up target_batch={self.target_batch}")
+            raise ValueError(f"micro_batch_sizes={list(sizes)[:20]} do not make up target_batch={self.target_batch}")
+        measured = (
+            self.budget_bytes,
+            self.measured_peak_bytes,
+            self.predicted_peak_bytes,
+            self.step_time_s,
+            self.samples_per_s,
+        )
+        if any(value is not None and value < 0 for value in measured):
+            raise ValueError("a size, time or rate is below zero")
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -275,12 +292,16 @@ def from_json(text: str | bytes, kind: type[R]) -> R:
                 f"the JSON is not an {expected} (its record is {header.record[:60]!r}); "
                 "expected a file that autoaccum wrote."
             )
+        if header.schema_version < 1:
+            raise InvalidRequestError(f"the JSON has no schema_version; expected {expected} as autoaccum wrote it.")
         if header.schema_version > SCHEMA_VERSION:
             raise InvalidRequestError(
                 f"schema_version={header.schema_version} is newer than this autoaccum reads ({SCHEMA_VERSION}); "
                 "upgrade with: pip install --upgrade autoaccum"
             )
         return msgspec.json.decode(text, type=kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"the JSON is not a sound {expected}: {error}. Was the file edited?") from None
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise InvalidRequestError(f"the JSON cannot be read as {expected}: {error}. Is the file complete?") from None
 

@@ -38,9 +38,10 @@ from autoaccum.records import (
     PlanRecord,
     ProbeResult,
     Record,
+    Refused,
     Trial,
 )
-from autoaccum.schedule import check_target, ladder, shares, whole_number
+from autoaccum.schedule import check_target, ladder, shares, smallest, whole_number
 from autoaccum.search import Standing, propose, standing
 from autoaccum.units import format_bytes
 from autoaccum.workload import Workload
@@ -48,6 +49,7 @@ from autoaccum.workload import Workload
 _ROWS_WITHOUT_BOUND = 1_048_576  # where nothing bounds the search: 2**20 rows
 _INEXACT_FRAC = 0.05  # exact=False ends when the limit is known to within 5 %
 _TIMED_S = 10.0  # a plan's optimizer step is timed twice when that takes no longer than this
+_MOST_CONFIRMS = 3  # plans whose own step failed, before it is not the size that is at fault
 _LONGEST_S = 60.0  # and once up to here; a longer step is not run to the end
 
 Purpose = Literal["probe", "confirm"]
@@ -99,6 +101,7 @@ class Search:
         self.device = device_for(device, workload.device)
         self.trials: list[Trial] = list(log)
         self.warnings: list[str] = []
+        self._latest: dict[str, str | None] = {}  # what may be said again, when only the last word counts
         self._errors: dict[int, Exception] = {}
         self._state_bytes: int | None = None
         self._time_is_up = False
@@ -211,7 +214,7 @@ class Search:
         agreed = self.ranks.agree(Report(attempt.trial.outcome, None, self._is_late()))
         assert agreed.outcome is not None
         self._time_is_up = agreed.time_is_up
-        trial = attempt.trial if self.ranks.world_size == 1 else _with_outcome(attempt.trial, agreed)
+        trial = attempt.trial if self.ranks.world_size == 1 else _changed(attempt.trial, outcome=agreed.outcome)
         if attempt.error is not None:
             self._errors[size] = attempt.error
         if attempt.optimizer_state_bytes is not None:
@@ -235,18 +238,21 @@ class Search:
         certain = [t for t in self.trials if isinstance(t.outcome, OutOfMemory) and t.outcome.cause != "unclear"]
         if not certain and self._errors:
             raise self._errors[min(self._errors)]
-        smallest = min(certain, key=lambda trial: trial.candidate.micro_batch)
-        assert isinstance(smallest.outcome, OutOfMemory)
+        lowest = min(certain, key=lambda trial: trial.candidate.micro_batch)
+        assert isinstance(lowest.outcome, OutOfMemory)
         refused = f" Sizes up to {now.floor} are too small to run at all." if now.floor else ""
-        peak, phase, message = smallest.outcome.peak_bytes, smallest.outcome.phase, smallest.outcome.message
-        needed = (
-            f"it took {format_bytes(peak)}" if peak else f"memory ran out in the {phase} phase" if phase else "it failed"
-        )
+        peak, phase, message = lowest.outcome.peak_bytes, lowest.outcome.phase, lowest.outcome.message
+        ran_out = f"memory ran out in the {phase} phase" if phase else "it failed"
+        needed = f"it took {format_bytes(peak)}" if peak else ran_out
+        remedy = "Raise the budget, or use a smaller model, sample or optimizer state."
+        if lowest.outcome.cause == "process":
+            remedy = (
+                "A process that dies at the smallest size may have met a bug in the target rather than a lack of memory."
+            )
         raise NothingFitsError(
-            f"micro_batch={smallest.candidate.micro_batch} does not fit into {format_bytes(self.budget.budget_bytes)} on "
+            f"micro_batch={lowest.candidate.micro_batch} does not fit into {format_bytes(self.budget.budget_bytes)} on "
             f"{self.device.name}: {needed} ({message[:300]}). Before the first trial "
-            f"{format_bytes(self.budget.held_bytes)} were held. {weights_in_words(self.workload)}{refused} "
-            "Raise the budget, or use a smaller model, sample or optimizer state.",
+            f"{format_bytes(self.budget.held_bytes)} were held. {weights_in_words(self.workload)}{refused} {remedy}",
             self.trials,
         )
 
@@ -276,7 +282,19 @@ class Search:
         self._settle(now, schedule.micro_batch)
         windows = self._plan_windows(schedule.sizes[self.ranks.rank])
         trial = self._run(schedule.micro_batch, windows, self.workload.source.micro_batches, "confirm").trial
-        return trial if isinstance(trial.outcome, Fit) else None
+        if isinstance(trial.outcome, Fit):
+            return trial
+        if isinstance(trial.outcome, Refused) and trial.outcome.bound == "floor":
+            # The largest size was probed and runs: it is the smallest one of the plan that is too small.
+            self.trials[-1] = _changed(trial, candidate=Candidate(micro_batch=smallest(schedule.sizes)))
+        elif sum(t.purpose == "confirm" for t in self.trials) >= _MOST_CONFIRMS:
+            raise NothingFitsError(
+                f"the plan's own step of {len(schedule.sizes[0])} micro-batches does not fit, although one micro-batch of "
+                f"{schedule.micro_batch} rows does, and so did smaller ones: memory grows from one micro-batch to the next. "
+                "Does the model, the loss or the sample keep tensors, or does collating the whole step need the memory?",
+                self.trials,
+            )
+        return None
 
     def _settle(self, now: Standing, size: int) -> None:
         """Let the device choose the settings that training will run under, from what was measured at this size."""
@@ -287,20 +305,24 @@ class Search:
             held_bytes=self.budget.held_bytes,
             budget_bytes=self.budget.budget_bytes if by_budget else None,
         )
-        if note is not None:
-            self.warnings.append(note)
+        self._latest["allocator"] = note
 
     def _plan_windows(self, sizes: Sequence[int]) -> Sequence[Sequence[int]]:
         """As many whole optimizer steps as there is time for; the first one is not timed."""
-        step_s = 0.0
-        for trial in self.trials:
-            if isinstance(trial.outcome, Fit) and trial.outcome.median_step_s:
-                step_s = trial.outcome.median_step_s / trial.rows_per_step * (self.share or sum(sizes))
-        if step_s * 3 <= _TIMED_S:
+        times = [
+            trial.outcome.median_step_s / trial.rows_per_step
+            for trial in self.trials
+            if isinstance(trial.outcome, Fit) and trial.outcome.median_step_s
+        ]
+        step_s = min(times, default=0.0) * (self.share or sum(sizes))
+        limit = self.request.time_budget_s
+        left_s = _LONGEST_S if limit is None else max(0.0, limit - (time.monotonic() - self._begun))
+        self._latest["timing"] = None
+        if step_s * 3 <= min(_TIMED_S, left_s):
             return [sizes] * 3
-        if step_s * 2 <= _LONGEST_S:
+        if step_s * 2 <= min(_LONGEST_S, left_s):
             return [sizes] * 2
-        self.warnings.append(
+        self._latest["timing"] = (
             f"One optimizer step at the target takes about {step_s:.0f} s, so it was not run to the end and not timed."
         )
         return [sizes[:MICRO_BATCHES_PER_WINDOW]] * WINDOWS_PER_PROBE
@@ -318,7 +340,13 @@ class Search:
             (self.request.max_micro_batch, "caller"),
         ]
         known = [(size, kind) for size, kind in bounds if size is not None]
-        top, bound = min(known, key=lambda item: item[0]) if known else (_ROWS_WITHOUT_BOUND, "caller")
+        if not known:
+            self._latest["bound"] = (
+                f"Nothing bounds this search, so it goes no further than {_ROWS_WITHOUT_BOUND:,} rows; "
+                "max_micro_batch sets another bound."
+            )
+            return _ROWS_WITHOUT_BOUND, "caller"
+        top, bound = min(known, key=lambda item: item[0])
         if top < self.request.multiple_of and top != self.share:
             raise InvalidRequestError(
                 f"multiple_of={self.request.multiple_of} is larger than the largest micro-batch allowed ({top} rows); "
@@ -336,7 +364,8 @@ class Search:
         multiple_of = self.request.multiple_of
         if self.request.equal_micro_batches:
             return range(multiple_of, self.top + 1, multiple_of) or (self.top,)
-        return ladder(share, self.top, multiple_of)
+        allowed = self.top // multiple_of * multiple_of  # tried too, so that a bound that fits is known to fit
+        return sorted({*ladder(share, self.top, multiple_of), allowed or self.top})
 
     def _schedule(self, now: Standing) -> Schedule:
         assert now.best is not None and self.request.target_batch is not None
@@ -389,7 +418,14 @@ class Search:
 
     def _all_warnings(self) -> tuple[str, ...]:
         late = f"time_budget_s={self.request.time_budget_s} ended the search; a larger micro-batch may fit."
-        said = (*self.workload.warnings, *self.warnings, *remarks(self.trials), *((late,) if self._time_is_up else ()))
+        latest = [text for text in self._latest.values() if text is not None]
+        said = (
+            *self.workload.warnings,
+            *self.warnings,
+            *latest,
+            *remarks(self.trials),
+            *((late,) if self._time_is_up else ()),
+        )
         return tuple(dict.fromkeys(said))
 
     def _environment(self) -> Environment:
@@ -407,15 +443,8 @@ class Search:
         )
 
 
-def _with_outcome(trial: Trial, agreed: Report) -> Trial:
-    assert agreed.outcome is not None
-    return Trial(
-        candidate=trial.candidate,
-        outcome=agreed.outcome,
-        wall_s=trial.wall_s,
-        rows_per_step=trial.rows_per_step,
-        purpose=trial.purpose,
-    )
+def _changed(trial: Trial, **changes: Any) -> Trial:
+    return Trial(**{name: changes.get(name, getattr(trial, name)) for name in Trial.__struct_fields__})
 
 
 def _checked(request: Request, world_size: int) -> Request:

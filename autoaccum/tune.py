@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from autoaccum.batches.layout import BatchDim
 from autoaccum.batches.sources import SplitFn
 from autoaccum.devices.base import AbstractDevice
+from autoaccum.errors import InvalidRequestError
 from autoaccum.plan import Plan
 from autoaccum.records import ProbeResult, Trial
 from autoaccum.session import Listener, Request, Search
@@ -103,6 +104,8 @@ def autotune(
         batch_dim=batch_dim,
         split=split,
     )
+    if target_batch is None:
+        raise InvalidRequestError("target_batch=None: autotune needs a target; probe() says how many samples fit.")
     request = Request(
         target_batch=target_batch,
         budget=budget,

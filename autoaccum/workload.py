@@ -20,7 +20,7 @@ from autoaccum.batches.layout import BatchDim, shared_second_dim
 from autoaccum.batches.sources import AbstractSource, BatchSource, SplitFn, source_of
 from autoaccum.batches.structure import is_plain_sequence, tensors_in
 from autoaccum.batches.weights import Tokens
-from autoaccum.calling import binds, call, checked_loss, inputs_and_target, is_item_list, own_loss
+from autoaccum.calling import binds, call, checked_loss, inputs_and_target, is_item_list, is_one_per_row, own_loss
 from autoaccum.errors import InvalidRequestError
 from autoaccum.records import MemoryAccount
 
@@ -177,8 +177,8 @@ class Workload:
         if self.module.training:
             return
         self.warn(
-            "The model is in eval mode. It was probed in train mode, its BatchNorm layers left frozen; "
-            "call model.train() first if they are to be trained."
+            "The model is in eval mode. It was probed in train mode, but for layers that keep batch statistics; "
+            "call model.train() first to train those as well."
         )
         for module in self.module.modules():
             if not isinstance(module, _BATCH_NORMS):
@@ -195,6 +195,8 @@ class Workload:
             return checked_loss(self._training_step(self.module, batch), "training_step")
         if self._loss_fn is not None:
             inputs, target = inputs_and_target(batch)
+            if isinstance(inputs, list) and is_one_per_row(inputs, target):
+                return checked_loss(self._loss_fn(self.module(inputs), target), "loss_fn")
             return checked_loss(self._loss_fn(call(self.module, inputs), target), "loss_fn")
         output = self._call_with_all(batch)
         own = own_loss(output)

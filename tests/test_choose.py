@@ -56,7 +56,7 @@ def test_shares_that_differ_cannot_be_equal() -> None:
 
 def test_too_small_a_rest_is_refused() -> None:
     """Where a micro-batch would be below what runs, the target is refused with one that works."""
-    with pytest.raises(InvalidRequestError, match="use target_batch=4"):
+    with pytest.raises(InvalidRequestError, match="use target_batch=2"):
         schedule_for(3, 1, 2, at_least=2)
 
 

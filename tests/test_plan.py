@@ -149,8 +149,8 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> str:
     ("text", "said"),
     [
         ("", "Is the file complete?"),
-        ("null", "Is the file complete?"),
-        ("[]", "Is the file complete?"),
+        ("null", "Was the file edited?"),
+        ("[]", "Was the file edited?"),
         ("plan: 7\n", "Is the file complete?"),
         ("\x80\x04\x95pickled", "Is the file complete?"),
         ("{}", "not an autoaccum.Plan"),

@@ -360,7 +360,7 @@ def test_frozen_batch_norm_gets_neither_limit_nor_warning(frozen: str) -> None:
 
 def test_target_that_needs_a_single_row_is_refused_with_a_remedy() -> None:
     """Where only two rows fit and one row cannot run, an odd target is refused, naming one that works."""
-    with pytest.raises(autoaccum.InvalidRequestError, match="target_batch=4") as caught:
+    with pytest.raises(autoaccum.InvalidRequestError, match="use target_batch=2") as caught:
         tune(norm_model(2), 3)
     assert "at least 2" in str(caught.value)
 
@@ -713,3 +713,132 @@ def test_optimizer_step_hooks_are_left_out() -> None:
     assert seen == []
     optimizer.step()
     assert len(seen) == 1
+
+
+# -- found by people who tried to break it
+
+
+def test_list_sample_is_probed_with_its_largest_items() -> None:
+    """Items of a list differ in size: the largest are used, wherever they stand."""
+
+    class Images(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv2d(3, 8, 3)
+
+        def forward(self, images: list[Tensor]) -> Tensor:
+            return torch.stack([self.convolution(image[None]).relu().mean() for image in images]).mean()
+
+    small, large = [torch.rand(3, 16, 16)] * 12, [torch.rand(3, 100, 100)] * 4
+
+    def limit(images: list[Tensor]) -> int:
+        sample = (images, torch.arange(16))
+        step = lambda model, batch: model(batch[0])  # noqa: E731
+        return autoaccum.probe(Images(), sample, 16, training_step=step, device="virtual:1500KiB").max_micro_batch
+
+    assert limit([*small, *large]) == limit([*large, *small]) < 16
+
+
+def test_compiled_model_still_compiles_after_a_virtual_search() -> None:
+    """A search on a virtual device leaves torch.compile as it was for the user's model."""
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(1)
+        return graph.forward
+
+    model = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), backend=backend)
+    autoaccum.autotune(model, torch.randn(4, 8), 8, device="virtual:1GiB")
+    graphs.clear()
+    model(torch.randn(4, 8))
+    assert graphs == [1]
+
+
+def test_split_of_a_mapping_counts_rows_not_keys() -> None:
+    """With a split function for a batch that can be looked into, its rows are those of its tensors."""
+
+    def split(batch: dict[str, Tensor], sizes: Any) -> list[dict[str, Tensor]]:
+        return [
+            dict(zip(batch, parts, strict=True))
+            for parts in zip(*(v.split(list(sizes)) for v in batch.values()), strict=True)
+        ]
+
+    sample = {"x": torch.randn(64, 4), "y": torch.randint(3, (64,))}
+    step = lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"])  # noqa: E731
+    assert tune(Fuse(40), 64, sample, split=split, training_step=step).micro_batch_sizes == (32, 32)
+
+
+def test_memory_that_grows_over_the_window_is_named() -> None:
+    """A model that keeps tensors of every micro-batch ends after few plans, with a message that says so."""
+    kept: list[Tensor] = []
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(256, 256)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.linear(x)
+            kept.append(hidden.detach().clone())
+            return hidden.sum()
+
+    with pytest.raises(autoaccum.NothingFitsError, match="memory grows from one micro-batch to the next") as caught:
+        autoaccum.autotune(Keeps(), torch.randn(4, 256), 4096, device="virtual:3MiB")
+    assert len(caught.value.trials) < 40
+
+
+def test_rest_that_is_too_small_names_the_right_floor() -> None:
+    """Where only the last micro-batch is too small, the floor is one row more than that, and the remedy works."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+    arguments: dict[str, Any] = {"max_micro_batch": 6, "multiple_of": 4, "device": "virtual:1GiB"}
+    with pytest.raises(autoaccum.InvalidRequestError, match=r"needs at least 2; use target_batch=12") as caught:
+        autoaccum.autotune(model, torch.randn(4, 5), 13, **arguments)
+    assert "leaves a micro-batch of 1 rows" in str(caught.value)
+    assert autoaccum.autotune(model, torch.randn(4, 5), 12, **arguments).micro_batch_sizes == (4, 4, 4)
+
+
+def test_list_of_inputs_is_one_argument() -> None:
+    """With a loss function, a list of one input per row goes to the model as it is."""
+
+    class Ragged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, inputs: list[Tensor]) -> Tensor:
+            return torch.stack([self.linear(x) for x in inputs])
+
+    sample = ([torch.randn(3) for _ in range(8)], torch.randint(2, (8,)))
+    plan = autoaccum.autotune(Ragged(), sample, 8, loss_fn=F.cross_entropy, device="virtual:1GiB")
+    assert plan.micro_batch_sizes == (8,)
+
+
+def test_stream_that_ends_is_known_to_be_short() -> None:
+    """A stream of 50 items and a target of 200 give a plan that says so."""
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            return iter([(torch.randn(4), torch.tensor(1))] * 50)
+
+    plan = tune(Fuse(10**9), 200, Stream())
+    assert plan.limited_by == "data"
+    assert any("more than once" in warning for warning in plan.warnings)
+
+
+def test_bound_that_fits_is_tried() -> None:
+    """With room for 12 rows and a bound of 12, a target of 64 reports 12, although the plan's own size is 11."""
+    plan = tune(Fuse(12), 64, max_micro_batch=12)
+    assert (plan.max_micro_batch, plan.limited_by, plan.micro_batch) == (12, "caller", 11)
+
+
+def test_search_without_a_bound_says_where_it_stopped() -> None:
+    """Where nothing bounds the search, its own end is named."""
+    result = autoaccum.probe(nn.Linear(1, 1), torch.randn(2, 1), device="virtual:4GiB")
+    assert result.max_micro_batch == 1_048_576
+    assert any("Nothing bounds this search" in warning for warning in result.warnings)
+
+
+def test_autotune_without_a_target_points_to_probe() -> None:
+    """target_batch=None is refused with the name of the other function."""
+    with pytest.raises(autoaccum.InvalidRequestError, match=r"probe\(\)"):
+        autoaccum.autotune(nn.Linear(1, 1), torch.randn(2, 1), None)  # type: ignore[arg-type]

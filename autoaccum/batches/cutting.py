@@ -16,9 +16,11 @@ from autoaccum.batches.structure import (
 )
 
 
-def take_rows(batch: Any, layout: Layout, count: int) -> Any:
+def take_rows(batch: Any, layout: Layout, count: int, order: Sequence[int] | None = None) -> Any:
     """A copy of `count` rows, going round when the batch has fewer; nothing in it shares memory with the batch."""
     indices = torch.arange(count) % layout.rows
+    if order is not None:
+        indices = torch.tensor(order)[indices]
 
     def cut(leaf: Any, how: int | str | None) -> Any:
         if how == "items":

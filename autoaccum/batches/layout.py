@@ -21,12 +21,13 @@ from autoaccum.batches.structure import (
 )
 from autoaccum.errors import InvalidRequestError
 
-BatchDim = int | Mapping[str | int, int | None] | None
+BatchDim = int | str | Mapping[str | int, int | str | None] | None
 
 _CHANNELS = (1, 3, 4)  # a first dimension of this size in a list of 3-d tensors may be colour channels
 _REMEDY = (
-    'Say where the rows are with batch_dim= (an int, or a mapping such as {"input_ids": 0, "state": 1, "table": None}; '
-    "None passes a leaf on whole), or give the sample as a callable n -> batch."
+    'Say where the rows are with batch_dim= (an int, "items" for the items of a list, or a mapping such as '
+    '{"input_ids": 0, "state": 1, "images": "items", "table": None}; None passes a leaf on whole), '
+    "or give the sample as a callable n -> batch."
 )
 
 
@@ -66,14 +67,19 @@ def find_layout(batch: Any, batch_dim: BatchDim = None, *, rows: int | None = No
     Args:
         batch: A tensor, array, tuple, list, mapping, dataclass or named tuple, nested.
         batch_dim: The dimension that holds the rows: one for all tensors, or by leaf name. A name is the path of keys
-            and indices joined by dots ("labels", "0", "1.boxes"); None passes that leaf, or that container, on whole.
+            and indices joined by dots ("labels", "0", "1.boxes"); None passes that leaf, or that container, on whole;
+            "items" says that the items of a list are the rows, alone for a sample that is that list.
         rows: How many rows the batch must have, where the caller knows.
 
     Raises:
         InvalidRequestError: When there are no rows, or more than one reading is possible.
     """
+    if not (batch_dim is None or batch_dim == "items" or isinstance(batch_dim, (int, Mapping))):
+        raise InvalidRequestError(f"batch_dim={batch_dim!r} cannot be read. {_REMEDY}")
     if isinstance(batch_dim, Mapping):
         layout = _layout_by_name(batch, {str(name): dim for name, dim in batch_dim.items()}, rows)
+    elif isinstance(batch_dim, str):
+        layout = _layout_by_name(batch, {name_of(()): batch_dim}, rows)
     elif batch_dim is not None:
         layout = _layout_by_dim(batch, batch_dim)
     else:
@@ -93,7 +99,7 @@ def refuse_doubtful_layout(batch: Any, layout: Layout, batch_dim: BatchDim = Non
     """
     if batch_dim is None:
         _refuse_other_reading(batch, layout)
-    if not isinstance(batch_dim, int):
+    if batch_dim is None or isinstance(batch_dim, Mapping):
         _refuse_hidden_rows(batch, layout, batch_dim)
 
 
@@ -176,7 +182,8 @@ def _carrier_of_list(node: Any, path: tuple[str, ...], children: list[Any], inne
     as_items: Mapping[int, Cuts] = {len(children): {path: "items"}}
     if all(_is_record(child) for child in children):
         evident = all(is_plain_sequence(child) or _has_a_whole_part(child) for child in children)
-        sure = evident or not shared.keys() - as_items.keys()
+        # A sample that is a list of mappings is what detection models and unpadded features come as.
+        sure = evident or (isinstance(node, list) and not path) or not shared.keys() - as_items.keys()
         doubtful = frozenset() if sure else frozenset(as_items)
         return Carrier(path, {**as_items, **shared, **as_items}, True, doubtful, partly=partly)
     doubts = frozenset(_doubts(node, children, shared))
@@ -243,14 +250,14 @@ def _alike(children: list[Any]) -> bool:
 
 
 def _layout_by_dim(batch: Any, batch_dim: int) -> Layout:
-    dims: dict[str, int | None] = {}
+    dims: dict[str, int | str | None] = {}
     for path, leaf in leaves_of(batch):
         if is_array(leaf) and leaf.ndim:
             dims[name_of(path)] = batch_dim
     return _layout_by_name(batch, dims, None)
 
 
-def _layout_by_name(batch: Any, dims: Mapping[str, int | None], rows: int | None) -> Layout:
+def _layout_by_name(batch: Any, dims: Mapping[str, int | str | None], rows: int | None) -> Layout:
     named = {name_of(path): (path, node) for path, node in nodes_of(batch)}
     unknown = [name for name in dims if name not in named]
     if unknown:
@@ -262,9 +269,12 @@ def _layout_by_name(batch: Any, dims: Mapping[str, int | None], rows: int | None
         path, leaf = named[name]
         if dim is None:
             continue
-        if not is_array(leaf) or not -leaf.ndim <= dim < leaf.ndim:
+        if dim == "items" and is_plain_sequence(leaf):
+            cuts[path], sizes[name] = "items", len(leaf)
+            continue
+        if not is_array(leaf) or not isinstance(dim, int) or not -leaf.ndim <= dim < leaf.ndim:
             shape = tuple(leaf.shape) if is_array(leaf) else type(leaf).__name__
-            raise InvalidRequestError(f"leaf {name!r} {shape} has no dimension {dim}. {_REMEDY}")
+            raise InvalidRequestError(f"leaf {name!r} {shape} has no dimension {dim!r}. {_REMEDY}")
         cuts[path] = dim % leaf.ndim
         sizes[name] = int(leaf.shape[dim])
     others = list(carriers_of(batch, settled={named[name][0] for name in dims}))
@@ -276,7 +286,7 @@ def _layout_by_name(batch: Any, dims: Mapping[str, int | None], rows: int | None
     return Layout(found, {**cuts, **_cuts_for(others, found)})
 
 
-def _refuse_hidden_rows(batch: Any, layout: Layout, batch_dim: Mapping[str | int, int | None] | None) -> None:
+def _refuse_hidden_rows(batch: Any, layout: Layout, batch_dim: Mapping[str | int, int | str | None] | None) -> None:
     """Refuse to pass a tensor on whole that has the rows in another dimension, as the start state of an RNN has."""
     declared = [f"{name}." for name in batch_dim or ()]
     for path, leaf in leaves_of(batch):
@@ -308,8 +318,8 @@ def _refuse_other_reading(batch: Any, layout: Layout) -> None:
 def shared_second_dim(batch: Any) -> int | None:
     """The length of dimension 1 where every tensor has one and all agree: then dimension 0 could as well be time."""
     shapes = [leaf.shape for _, leaf in leaves_of(batch) if is_array(leaf) and leaf.ndim]
-    seconds = {int(shape[1]) if len(shape) > 1 else None for shape in shapes}
-    return seconds.pop() if len(seconds) == 1 else None
+    seconds = {int(shape[min(1, len(shape) - 1)]) for shape in shapes}  # one dimension of that length tells nothing either
+    return seconds.pop() if len(seconds) == 1 and any(len(shape) > 1 for shape in shapes) else None
 
 
 def describe(batch: Any, layout: Layout) -> str:

@@ -29,6 +29,7 @@ from autoaccum.batches.structure import (
     cloned,
     is_array,
     leaves_of,
+    nodes_of,
     tensors_in,
 )
 from autoaccum.errors import InvalidRequestError
@@ -74,10 +75,11 @@ class BatchSource(AbstractSource):
         self._batch = batch
         self._layout = find_layout(batch, batch_dim)
         refuse_doubtful_layout(batch, self._layout, batch_dim)
-        self.description = "the sample's " + describe(batch, self._layout)
+        self._order = _largest_rows_first(batch, self._layout)
+        self.description = "the sample's " + describe(batch, self._layout) + (", the largest first" if self._order else "")
 
     def take(self, count: int) -> Any:
-        return take_rows(self._batch, self._layout, count)
+        return take_rows(self._batch, self._layout, count, self._order)
 
     def micro_batches(self, sizes: Sequence[int]) -> list[Any]:
         return split_rows_of(self.take(sum(sizes)), self._layout, sizes)
@@ -85,29 +87,56 @@ class BatchSource(AbstractSource):
 
 @final
 class SplitSource(AbstractSource):
-    """An opaque batch that only the caller's `split(batch, sizes)` can cut (graphs, packed sequences)."""
+    """A batch that only the caller's `split(batch, sizes)` may cut (graphs, packed sequences).
 
-    def __init__(self, batch: Any, split: SplitFn) -> None:
+    Where its rows can be seen they are repeated as needed; an opaque batch has as many as its length says.
+    """
+
+    def __init__(self, batch: Any, split: SplitFn, batch_dim: BatchDim) -> None:
         self._batch, self._split = batch, split
         try:
-            self.length = len(batch)
-        except TypeError:
-            raise InvalidRequestError(
-                f"a sample of type {type(batch).__name__} has no length, so its rows cannot be counted; "
-                "give the sample as a callable n -> batch."
-            ) from None
-        self.description = f"{type(batch).__name__} of {self.length} rows, cut by split="
+            self._layout: Layout | None = find_layout(batch, batch_dim)
+        except InvalidRequestError:
+            self._layout = None
+        self.length = None if self._layout else _opaque_length(batch)
+        rows = self._layout.rows if self._layout else self.length
+        self.description = f"{type(batch).__name__} of {rows} rows, cut by split="
 
     def take(self, count: int) -> Any:
         return self.micro_batches([count])[0]
 
     def micro_batches(self, sizes: Sequence[int]) -> list[Any]:
+        if self._layout:
+            return _parts_of(self._split, take_rows(self._batch, self._layout, sum(sizes)), sizes)
         rest = (self.length or 0) - sum(sizes)
         if rest >= 0:
             return _parts_of(self._split, copy.deepcopy(self._batch), sizes, rest)
         if len(sizes) == 1:
             raise InvalidRequestError(f"the sample has {self.length} rows where {sizes[0]} were asked for.")
         return [self.take(size) for size in sizes]
+
+
+def _opaque_length(batch: Any) -> int:
+    """The rows of a batch that cannot be looked into; a container's length would be that of its parts."""
+    if not list(children_of(batch)):
+        try:
+            return len(batch)
+        except TypeError:
+            pass
+    raise InvalidRequestError(
+        f"the rows of a sample of type {type(batch).__name__} cannot be counted; give the sample as a callable n -> batch."
+    )
+
+
+def _largest_rows_first(batch: Any, layout: Layout) -> list[int] | None:
+    """The order of rows by what their items hold, where lists of items differ in size; else None."""
+    sizes = [0] * layout.rows
+    for path, node in nodes_of(batch):
+        if layout.cuts.get(path) == "items":
+            sizes = [size + _item_size(item) for size, item in zip(sizes, node, strict=True)]
+    if len(set(sizes)) <= 1:
+        return None
+    return sorted(range(layout.rows), key=lambda row: (-sizes[row], row))
 
 
 def _parts_of(split: SplitFn, batch: Any, sizes: Sequence[int], rest: int = 0) -> list[Any]:
@@ -170,7 +199,7 @@ class ItemSource(AbstractSource):
         self._dataset, self._collate, self._batch_dim, self._split = dataset, collate, batch_dim, split
         self._kept: dict[int, Any] = {}
         if isinstance(dataset, IterableDataset):
-            self.length, sizes = None, self._look_at_stream()
+            self.length, sizes = self._look_at_stream()
         else:
             self.length, sizes = self._look_at_items(range(len(dataset)) if indices is None else indices)
         if not sizes:
@@ -187,9 +216,11 @@ class ItemSource(AbstractSource):
         sizes = {index: _item_size(item) for index, item in _looked_at((i, self._dataset[i]) for i in chosen)}
         return len(indices), sizes
 
-    def _look_at_stream(self) -> dict[int, int]:
-        self._kept = dict(_looked_at(enumerate(self._dataset)))
-        return {index: _item_size(item) for index, item in self._kept.items()}
+    def _look_at_stream(self) -> tuple[int | None, dict[int, int]]:
+        stream = iter(enumerate(self._dataset))
+        self._kept = dict(_looked_at(stream))
+        ended = len(self._kept) <= _ITEMS_LOOKED_AT and next(stream, None) is None  # then its length is known after all
+        return len(self._kept) if ended else None, {index: _item_size(item) for index, item in self._kept.items()}
 
     def take(self, count: int) -> Any:
         chosen = [self._order[position % len(self._order)] for position in range(count)]
@@ -259,7 +290,7 @@ def source_of(sample: Any, batch_dim: BatchDim = None, split: SplitFn | None = N
     if callable(sample) and not isinstance(sample, torch.nn.Module) and not list(children_of(sample)):
         return CallableSource(sample, batch_dim, split)
     if split is not None:
-        return SplitSource(sample, split)
+        return SplitSource(sample, split, batch_dim)
     return BatchSource(sample, batch_dim)
 
 
@@ -278,7 +309,7 @@ def _source_of_loader(loader: DataLoader[Any], batch_dim: BatchDim, split: Split
         if largest is None:
             raise InvalidRequestError("the sample is an empty data set; expected at least one batch.")
         largest = collate(largest)
-        return SplitSource(largest, split) if split is not None else BatchSource(largest, batch_dim)
+        return SplitSource(largest, split, batch_dim) if split is not None else BatchSource(largest, batch_dim)
     indices = list(loader.sampler.indices) if isinstance(loader.sampler, SubsetRandomSampler) else None
     return ItemSource(loader.dataset, collate, batch_dim, split, indices)
 

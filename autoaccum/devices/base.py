@@ -150,6 +150,7 @@ COMMON_ROWS = (
         "torch/utils/data/_utils/signal_handling.py",
     ),
     ErrorRow(Verdict.HOST, RuntimeError, ("dataloader worker", "exited unexpectedly"), "torch/utils/data/dataloader.py"),
+    ErrorRow(Verdict.HOST, RuntimeError, ("no space left on device (28)",), "shared memory of the loader, shm_open"),
     ErrorRow(Verdict.HOST, OSError, ("[errno 12]",), "ENOMEM: the host refuses a process, a mapping or a file"),
     ErrorRow(
         Verdict.CEILING,

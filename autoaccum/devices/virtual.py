@@ -6,9 +6,10 @@ caching allocator rounds it; it has no segments, no context and no library works
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -178,7 +179,9 @@ class VirtualDevice(AbstractDevice):
         try:
             tracker.count(resident)
             self._tracker = tracker
-            with tracker:
+            # Under a dispatch mode Dynamo marks the code it meets as never to be compiled, and keeps that mark afterwards.
+            stance = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+            with stance, tracker:
                 yield watch
         finally:
             self._tracker = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from autoaccum.records import Environment, Levers, MemoryAccount, PlanRecord, ProbeResult
+from autoaccum.records import Environment, Fit, Levers, MemoryAccount, PlanRecord, ProbeResult
 from autoaccum.report.tables import TABLE_HEADER, table_rows
 from autoaccum.units import format_bytes, format_seconds
 
@@ -17,11 +17,6 @@ _LIMITS = {
     "host": "the loader or the host's memory",
     "other": "a limit other than memory",
 }
-_EVIDENCE = {
-    "exact": "this size ran, the next one ran and failed",
-    "measured": "this size ran; no larger one was tried and failed",
-    "predicted": "nothing was run",
-}
 
 
 def plan_lines(plan: PlanRecord) -> list[tuple[str, str]]:
@@ -29,7 +24,7 @@ def plan_lines(plan: PlanRecord) -> list[tuple[str, str]]:
     ranks = f" on rank {plan.rank} of {plan.world_size}" if plan.world_size > 1 else ""
     lines = [
         ("Plan", f"{_sizes_in_words(plan.micro_batch_sizes)}{ranks} = one optimizer step of {plan.effective_batch} samples"),
-        ("Largest micro-batch", _limit_in_words(plan.max_micro_batch, plan.limited_by, plan.evidence)),
+        ("Largest micro-batch", _limit_in_words(plan.max_micro_batch, plan, "the next size of use for this target")),
         ("Memory", _memory_in_words(plan.measured_peak_bytes, plan.budget_bytes)),
     ]
     if plan.memory is not None:
@@ -44,7 +39,7 @@ def plan_lines(plan: PlanRecord) -> list[tuple[str, str]]:
 def probe_lines(result: ProbeResult) -> list[tuple[str, str]]:
     """The probe's result as (what, value) pairs, in the order to read them."""
     lines = [
-        ("Largest micro-batch", _limit_in_words(result.max_micro_batch, result.limited_by, result.evidence)),
+        ("Largest micro-batch", _limit_in_words(result.max_micro_batch, result, "the next size")),
         ("Memory", _memory_in_words(result.measured_peak_bytes, result.budget_bytes)),
     ]
     if result.memory is not None:
@@ -102,8 +97,20 @@ def _sizes_in_words(sizes: Sequence[int]) -> str:
     return f"{' + '.join(parts)} ({len(sizes)} micro-batch{'es' if len(sizes) > 1 else ''})"
 
 
-def _limit_in_words(size: int, limit: str, evidence: str) -> str:
-    return f"{size}, limited by {_LIMITS[limit]} ({evidence}: {_EVIDENCE[evidence]})"
+def _limit_in_words(size: int, found: PlanRecord | ProbeResult, following: str) -> str:
+    above = [
+        t.candidate.micro_batch for t in found.trials if t.candidate.micro_batch > size and not isinstance(t.outcome, Fit)
+    ]
+    if found.evidence == "predicted":
+        basis = "predicted: nothing was run"
+    elif found.evidence == "exact":
+        named = f", {min(above)}," if above else ""
+        basis = f"exact: it ran, and {following}{named} ran and failed"
+    elif above:
+        basis = f"measured: it ran, and {min(above)} failed; sizes between them were not tried"
+    else:
+        basis = "measured: it ran, and no larger size was tried"
+    return f"{size}, limited by {_LIMITS[found.limited_by]} ({basis})"
 
 
 def _memory_in_words(peak_bytes: int | None, budget_bytes: int) -> str:

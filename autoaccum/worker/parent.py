@@ -21,6 +21,9 @@ from autoaccum.worker.messages import Bounded, Failed, Finished, Job, Message, P
 
 # Cached oneDNN primitives hold memory for every shape that was tried: with one of them, convnet peaks are repeatable.
 _ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1"}
+# How a process ends when memory is refused to code that cannot bear it, or when the kernel takes it: anything else, such as
+# an exit code or a request to terminate, says nothing about the size.
+_DEATHS_OF_MEMORY = [getattr(signal, name) for name in ("SIGKILL", "SIGABRT", "SIGSEGV", "SIGBUS") if hasattr(signal, name)]
 _GRACE_S = 10.0  # for a worker to put things back and leave after Ctrl-C
 _MOST_WORKERS = 30  # each death lowers the ceiling, so a sound search ends long before
 
@@ -90,12 +93,10 @@ def search_in_worker(
             code = process.wait()
         if code in (130, -signal.SIGINT):
             raise KeyboardInterrupt
-        if running is None:
-            raise WorkerError(
-                "refused",
-                f"the worker process ended {_ending(code)} {'outside any' if log else 'before it ran a'} trial.",
-                tuple(log),
-            )
+        if running is None or -code not in _DEATHS_OF_MEMORY:
+            size = "before it ran a trial" if running is None and not log else "outside any trial"
+            where = size if running is None else f"during the trial of micro_batch={running.candidate.micro_batch}"
+            raise WorkerError("refused", f"the worker process ended {_ending(code)} {where}.", tuple(log))
         log.append(_died(running, code))
         follower.finished(log[-1])
     raise WorkerError("refused", f"{_MOST_WORKERS} worker processes died one after the other.", tuple(log))

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autoaccum.batches.layout import describe, find_layout, refuse_doubtful_layout, shared_second_dim
+from autoaccum.batches.layout import Layout, describe, find_layout, refuse_doubtful_layout, shared_second_dim
 from autoaccum.errors import InvalidRequestError
 
 B = 12
@@ -262,6 +262,18 @@ def test_a_table_beside_an_input() -> None:
     assert cuts_of(batch) == (B, {"in.0": 0, "x": 0, "y": 0})
 
 
+def test_list_of_mappings_is_a_list_of_rows() -> None:
+    """A sample that is a list of per-item dicts has as many rows as items, also where all their tensors are as long."""
+    assert find_layout([{"ids": labels(7)}] * 5) == Layout(5, {(): "items"})
+
+
+def test_items_can_be_named() -> None:
+    """A list whose reading is in doubt is settled by saying that its items are the rows."""
+    images = [image(16)] * 4
+    assert find_layout(images, "items") == Layout(4, {(): "items"})
+    assert find_layout({"images": images, "table": zeros(9)}, {"images": "items", "table": None}).rows == 4
+
+
 @pytest.mark.parametrize(
     "batch",
     [
@@ -276,7 +288,6 @@ def test_a_table_beside_an_input() -> None:
         [zeros(5, 3), zeros(7, 3)],
         (zeros(5), zeros(7)),
         ({"ids": labels(8, 5)}, {"ids": labels(8, 5)}),
-        [{"ids": labels(7)}] * 5,
         (zeros(B, 4), zeros(21, 4)),
         (zeros(B, 4), zeros(21, 5)),
         {"x": zeros(B, 4), "y": labels(21)},

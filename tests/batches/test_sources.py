@@ -319,11 +319,11 @@ def test_looking_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_stream_without_a_length() -> None:
-    """An iterable data set without a length gives rows and has no length."""
+    """An iterable data set that says no length gives rows, and has the length at which it ended."""
     stream = Stream(lambda: ((torch.full((4,), float(row)), torch.zeros(1)) for row in range(50)))
     for sample in (stream, DataLoader(stream, batch_size=8)):
         source = source_of(sample)
-        assert source.length is None
+        assert source.length == 50
         assert source.take(52)[0][:, 0].tolist() == [*range(50), 0, 1]
 
 
@@ -332,6 +332,7 @@ def test_endless_stream_is_left() -> None:
     stream = Stream(lambda: (torch.ones(1 + index % 7) for index in itertools.count()))
     assert source_of(DataLoader(stream, batch_size=4, collate_fn=pad)).take(2).shape == (2, 7)
     assert stream.given <= 2001
+    assert source_of(stream).length is None
 
 
 def test_items_of_a_stream_are_not_shared_between_batches() -> None:
@@ -499,7 +500,7 @@ def test_split_that_gives_another_number_of_parts_is_refused(number: int) -> Non
 
 def test_opaque_batch_without_a_length_is_refused() -> None:
     """An opaque batch that cannot be counted is refused by its type."""
-    with pytest.raises(InvalidRequestError, match="type object has no length"):
+    with pytest.raises(InvalidRequestError, match="type object cannot be counted"):
         source_of(object(), split=split_graphs)
 
 

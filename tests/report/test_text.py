@@ -19,7 +19,7 @@ def test_lines_of_a_plan(plan: PlanRecord) -> None:
     """A plan says its sizes, its limit, its memory, its speed, its levers and where it was found."""
     assert plan_lines(plan) == [
         ("Plan", "2 x 4 + 3 (3 micro-batches) on rank 1 of 2 = one optimizer step of 22 samples"),
-        ("Largest micro-batch", "4, limited by memory (measured: this size ran; no larger one was tried and failed)"),
+        ("Largest micro-batch", "4, limited by memory (measured: it ran, and 13 failed; sizes between them were not tried)"),
         ("Memory", "measured peak 22.00 MiB of a budget of 100 MiB"),
         ("Of that", "weights 4.00 MiB, gradients 3.00 MiB, optimizer state 6.00 MiB"),
         ("Speed", "500 ms per optimizer step, 44 samples/s"),

@@ -56,6 +56,14 @@ def crashing_always():
     return Net(lambda rows, times: die(signal.SIGABRT)), torch.randn(4, 8)
 
 
+def asked_to_end_in_a_trial():
+    return Net(lambda rows, times: rows > 1 and die(signal.SIGTERM)), torch.randn(4, 8)
+
+
+def leaving_in_a_trial():
+    return Net(lambda rows, times: rows > 1 and os._exit(9)), torch.randn(4, 8)
+
+
 def killed_in_the_plan():
     return Net(lambda rows, times: (rows, times) == (2, 5) and die(signal.SIGKILL)), torch.randn(4, 8)
 
@@ -175,6 +183,18 @@ def test_death_at_every_size_says_what_killed_it() -> None:
     with pytest.raises(WorkerError, match=r"micro_batch=1 does not fit .*signal 6 \(SIGABRT\)") as caught:
         search("crashing_always")
     assert caught.value.kind == "nothing fits"
+    assert [trial.candidate.micro_batch for trial in caught.value.trials] == [1]
+
+
+@pytest.mark.parametrize(
+    ("function", "how"),
+    [("asked_to_end_in_a_trial", r"by signal 15 \(SIGTERM\)"), ("leaving_in_a_trial", "with exit code 9")],
+)
+def test_an_end_that_memory_cannot_cause_is_no_trial(function: str, how: str) -> None:
+    """A worker that is asked to end, or that leaves by itself, ends the search and says nothing about a size."""
+    with pytest.raises(WorkerError, match=rf"ended {how} during the trial of micro_batch=2") as caught:
+        search(function)
+    assert caught.value.kind == "refused"
     assert [trial.candidate.micro_batch for trial in caught.value.trials] == [1]
 
 
