@@ -37,11 +37,14 @@ def autotune(
     batch_dim: BatchDim = None,
     split: SplitFn | None = None,
     levers: str = "none",
+    objective: str = "throughput",
     max_micro_batch: int | None = None,
     multiple_of: int = 1,
     equal_micro_batches: bool = False,
     time_budget_s: float | None = None,
     process_group: Any = None,
+    storage: None = None,
+    cache: None = None,
     progress: bool | None = None,
 ) -> Plan:
     """Find how to take one optimizer step of `target_batch` samples inside the budget, by running it.
@@ -68,6 +71,8 @@ def autotune(
         batch_dim: Which dimension holds the rows, where it cannot be seen: an int, or `{leaf name: int or None}`.
         split: `split(batch, sizes) -> list of micro-batches`, for batches that cannot be cut by rows.
         levers: "none"; memory levers are not searched yet.
+        objective: "throughput"; with no levers to choose between, the largest micro-batch that fits is taken.
+        storage, cache: None; shared studies and remembered plans are not available yet.
         max_micro_batch: No micro-batch above this many rows.
         multiple_of: Every micro-batch but a rank's last is a multiple of it.
         equal_micro_batches: One size for all micro-batches, where one number must serve (HF Trainer, DeepSpeed).
@@ -104,6 +109,13 @@ def autotune(
         batch_dim=batch_dim,
         split=split,
     )
+    for name, value, available in (
+        ("objective", objective, "throughput"),
+        ("storage", storage, None),
+        ("cache", cache, None),
+    ):
+        if value != available:
+            raise InvalidRequestError(f"{name}={value!r} is not available in this version; expected {available!r}.")
     if target_batch is None:
         raise InvalidRequestError("target_batch=None: autotune needs a target; probe() says how many samples fit.")
     request = Request(

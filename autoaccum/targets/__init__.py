@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl
 from autoaccum.errors import InvalidRequestError
 from autoaccum.targets.demos import DEMOS
 from autoaccum.targets.functions import workload_from_function
-from autoaccum.targets.libraries import hf_workload, torchvision_workload
+from autoaccum.targets.libraries import BAD_OPTION_ERRORS, hf_workload, torchvision_workload
 from autoaccum.workload import Workload
 
 _EXPECTED = (
@@ -58,7 +58,7 @@ def load_target(text: str) -> Workload:
 def _built(text: str, build: Any, options: dict[str, Any]) -> Workload:
     try:
         workload = build(**options)
-    except Exception as error:  # noqa: BLE001 - only this package has run, so whatever is said is about the options
+    except BAD_OPTION_ERRORS as error:  # only this package has run, so whatever is said is about the options
         raise InvalidRequestError(f"target {text!r} cannot be built with these options: {error}") from None
     assert isinstance(workload, Workload)
     return workload

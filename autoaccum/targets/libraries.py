@@ -17,6 +17,10 @@ from autoaccum.errors import InvalidRequestError, MissingExtraError
 from autoaccum.workload import Workload
 
 
+# What code raises that was called with a value that it cannot use.
+BAD_OPTION_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
+
+
 def hf_workload(model_type: str, options: dict[str, Any]) -> Workload:
     """A transformers language model from its config: what its type is trained as, causal, masked or sequence to sequence.
 
@@ -42,7 +46,7 @@ def hf_workload(model_type: str, options: dict[str, Any]) -> Workload:
         model = None if auto is None else auto.from_config(config)
     except InvalidRequestError:
         raise
-    except Exception as error:  # noqa: BLE001 - only the library has run, so whatever it says is about the options
+    except BAD_OPTION_ERRORS as error:  # only the library has run, so whatever it says is about the options
         raise InvalidRequestError(f"transformers cannot build hf:{model_type} so: {str(error)[:500]}") from None
     if model is None:
         raise InvalidRequestError(
@@ -114,7 +118,7 @@ def torchvision_workload(name: str, options: dict[str, Any]) -> Workload:
         model.eval()
         with torch.no_grad():
             classes = int(model(torch.zeros(1, 3, image, image)).shape[-1])
-    except Exception as error:  # noqa: BLE001 - only the library has run, so whatever it says is about the options
+    except BAD_OPTION_ERRORS as error:  # only the library has run, so whatever it says is about the options
         raise InvalidRequestError(f"torchvision cannot build {name!r} so: {str(error)[:500]}") from None
     model.train()
     sample = (torch.randn(4, 3, image, image), torch.randint(classes, (4,)))
