@@ -16,7 +16,6 @@ from autoaccum.batches.weights import tokens
 from autoaccum.errors import InvalidRequestError, MissingExtraError
 from autoaccum.workload import Workload
 
-
 # What code raises that was called with a value that it cannot use.
 BAD_OPTION_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
 
@@ -46,7 +45,7 @@ def hf_workload(model_type: str, options: dict[str, Any]) -> Workload:
         model = None if auto is None else auto.from_config(config)
     except InvalidRequestError:
         raise
-    except BAD_OPTION_ERRORS as error:  # only the library has run, so whatever it says is about the options
+    except Exception as error:  # noqa: BLE001 - only the library has run, and its validators raise classes of their own
         raise InvalidRequestError(f"transformers cannot build hf:{model_type} so: {str(error)[:500]}") from None
     if model is None:
         raise InvalidRequestError(
