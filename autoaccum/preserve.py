@@ -58,6 +58,17 @@ def preserved(
         snapshot.close()
 
 
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Put the generators of python, numpy and torch back: looking at a data set may draw from them."""
+    put_back = _keep_random_states(torch.device("cpu"))
+    try:
+        yield
+    finally:
+        for restore in put_back:
+            restore()
+
+
 @final
 class Snapshot:
     """What was found, and how to put it back."""

@@ -22,6 +22,7 @@ from autoaccum.batches.structure import is_plain_sequence, tensors_in
 from autoaccum.batches.weights import Tokens
 from autoaccum.calling import binds, call, checked_loss, inputs_and_target, is_item_list, is_one_per_row, own_loss
 from autoaccum.errors import InvalidRequestError
+from autoaccum.preserve import random_states_kept
 from autoaccum.records import MemoryAccount
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -83,7 +84,8 @@ class Workload:
         self.warnings: list[str] = []
         self._loss_fn, self._training_step = loss_fn, training_step
         self._optimizer = _checked_optimizer(optimizer, self.module)
-        self.source: AbstractSource = source_of(sample, batch_dim, split)
+        with random_states_kept():
+            self.source: AbstractSource = source_of(sample, batch_dim, split)
         if isinstance(self.source, BatchSource):
             _check_sample_device(sample, self.device)
             if batch_dim is None:

@@ -535,6 +535,35 @@ def test_failure_at_any_forward_leaves_the_state_as_it_was(error: Callable[[], B
         assert_same(before, state(model, optimizer))
 
 
+@pytest.mark.parametrize("kind", ["map", "stream", "function"])
+def test_random_data_leaves_the_generators_as_they_were(kind: str) -> None:
+    """Data that is drawn when it is looked at does not move the generators of python, numpy or torch."""
+
+    def draw() -> Tensor:
+        random.random()
+        np.random.rand()  # noqa: NPY002
+        return torch.randn(4)
+
+    class Items(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, index: int) -> Tensor:
+            return draw()
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            return iter([draw() for _ in range(20)])
+
+    sample = {"map": Items(), "stream": Stream(), "function": lambda count: torch.stack([draw() for _ in range(count)])}[
+        kind
+    ]
+    model = nn.Linear(4, 2)
+    before = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]  # noqa: NPY002
+    autoaccum.autotune(model, sample, 8, device="virtual:1GiB")
+    assert before == [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]  # noqa: NPY002
+
+
 # -- variable length
 
 
