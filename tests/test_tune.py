@@ -541,7 +541,7 @@ def test_random_data_leaves_the_generators_as_they_were(kind: str) -> None:
 
     def draw() -> Tensor:
         random.random()
-        np.random.rand()  # noqa: NPY002
+        np.random.rand()
         return torch.randn(4)
 
     class Items(torch.utils.data.Dataset):
@@ -559,9 +559,9 @@ def test_random_data_leaves_the_generators_as_they_were(kind: str) -> None:
         kind
     ]
     model = nn.Linear(4, 2)
-    before = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]  # noqa: NPY002
+    before = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
     autoaccum.autotune(model, sample, 8, device="virtual:1GiB")
-    assert before == [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]  # noqa: NPY002
+    assert before == [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
 
 
 # -- variable length
