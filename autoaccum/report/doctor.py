@@ -37,6 +37,7 @@ def examine() -> Iterator[str]:
     else:
         built = torch.version.cuda or torch.version.hip
         yield f"CUDA: no device ({'torch is built for ' + built if built else 'torch is built without CUDA'})"
+        yield f"  allocator settings in the environment: {allocator_in_words(os.environ)}"
     if torch.xpu.is_available():
         for index in range(torch.xpu.device_count()):
             yield from _device_lines(XpuDevice(index))

@@ -77,7 +77,9 @@ CERTAIN = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 23.57 GiB"),
     torch.OutOfMemoryError("Allocation on device "),
     RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"),
-    torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in the manual"),
+    getattr(torch, "AcceleratorError", RuntimeError)(
+        "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in the manual"
+    ),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     torch.OutOfMemoryError("HIP out of memory. Tried to allocate 2.00 MiB. GPU 7 has a total capacity of 191.98 GiB"),
