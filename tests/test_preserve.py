@@ -24,7 +24,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from autoaccum.preserve import Snapshot, preserved
 
-LostDevice = getattr(torch, "AcceleratorError", RuntimeError)  # not there before torch 2.8
+LostDevice = getattr(torch, "AcceleratorError", RuntimeError)  # not there in torch 2.6
 CPU = torch.device("cpu")
 RunChild = Callable[..., Any]
 both_places = pytest.mark.parametrize("on_disk", [False, True], ids=["in-memory", "on-disk"])
