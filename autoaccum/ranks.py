@@ -7,12 +7,14 @@ cannot leave another waiting in a half-done collective.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch.distributed as dist
 
 from autoaccum.errors import RankMismatchError
 from autoaccum.records import Fit, Outcome, OutOfMemory, Refused
+
+T = TypeVar("T")
 
 
 class Report(NamedTuple):
@@ -43,16 +45,26 @@ class Ranks:
         Raises:
             RankMismatchError: On the ranks that did not fail, naming the one that did.
         """
-        if self.world_size == 1:
-            return report
-        reports: list[Report] = [report] * self.world_size
-        dist.all_gather_object(reports, report, group=self._group)
-        failed = [(rank, other.error) for rank, other in enumerate(reports) if other.error is not None]
-        if failed and report.error is None:
-            rank, error = failed[0]
-            raise RankMismatchError(f"rank {rank} failed while probing ({error}); its own traceback says where.")
+        reports = self.gather(report, report.error)
         outcomes = [other.outcome for other in reports if other.outcome is not None]
         return Report(worst(outcomes) if outcomes else None, report.error, any(other.time_is_up for other in reports))
+
+    def gather(self, value: T, error: str | None = None) -> list[T]:
+        """What every rank gives, in order of rank. `error`: what ended this rank's work, if anything did.
+
+        Raises:
+            RankMismatchError: On the ranks that did not fail, naming the one that did.
+        """
+        if self.world_size == 1:
+            return [value]
+        given: list[tuple[T, str | None]] = [(value, error)] * self.world_size
+        dist.all_gather_object(given, (value, error), group=self._group)
+        failed = [(rank, other) for rank, (_, other) in enumerate(given) if other is not None]
+        if failed and error is None:
+            raise RankMismatchError(
+                f"rank {failed[0][0]} failed while probing ({failed[0][1]}); its own traceback says where."
+            )
+        return [value for value, _ in given]
 
 
 def worst(outcomes: Sequence[Outcome]) -> Outcome:

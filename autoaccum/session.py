@@ -19,7 +19,7 @@ from autoaccum.budget import resolved_budget, weights_in_words
 from autoaccum.choose import Schedule, evidence, limited_by, remarks, schedule_for
 from autoaccum.devices import device_for
 from autoaccum.devices.base import Steadiness
-from autoaccum.errors import InvalidRequestError, NothingFitsError
+from autoaccum.errors import AutoaccumError, InvalidRequestError, NothingFitsError
 from autoaccum.preserve import Snapshot, preserved
 from autoaccum.probing import (
     MICRO_BATCHES_PER_WINDOW,
@@ -97,19 +97,34 @@ class Search:
         self._begun = time.monotonic()
         self.workload, self.listener = workload, listener
         self.ranks = Ranks(process_group)
-        self.request = _checked(request, self.ranks.world_size)
-        self.device = device_for(device, workload.device)
         self.trials: list[Trial] = list(log)
         self.warnings: list[str] = []
         self._latest: dict[str, str | None] = {}  # what may be said again, when only the last word counts
         self._errors: dict[int, Exception] = {}
         self._state_bytes: int | None = None
         self._time_is_up = False
+        self._stack = ExitStack()
+        try:
+            self._check(request, device)
+        except AutoaccumError as error:
+            self.ranks.gather(None, f"{type(error).__name__}: {error}"[:500])
+            raise
+        self._agree_on_bounds()
+
+    def _check(self, request: Request, device: object) -> None:
+        """Everything that can be refused before anything runs."""
+        self.request = _checked(request, self.ranks.world_size)
+        self.device = device_for(device, self.workload.device)
         target = self.request.target_batch
         self.share = None if target is None else shares(target, self.ranks.world_size)[0]
         self.top, self.bound = self._top()
-        self.budget = resolved_budget(self.request.budget, self.device, workload, self.warnings)
-        self._stack = ExitStack()
+        self.budget = resolved_budget(self.request.budget, self.device, self.workload, self.warnings)
+
+    def _agree_on_bounds(self) -> None:
+        """One ladder and one prediction for all ranks, whatever the data and memory of each: all propose the same sizes."""
+        bounds = self.ranks.gather((self.top, self.bound, self.budget.budget_bytes))
+        self.top, self.bound, _ = min(bounds, key=lambda of_rank: of_rank[0])
+        self._guide_bytes = min(budget_bytes for _, _, budget_bytes in bounds)
 
     def __enter__(self) -> Search:
         with ExitStack() as stack:
@@ -175,7 +190,7 @@ class Search:
             size = propose(
                 self.trials,
                 sizes,
-                budget_bytes=self.budget.budget_bytes,
+                budget_bytes=self._guide_bytes,
                 cautious=self.device.cautious,
                 tolerance_frac=tolerance_frac,
             )

@@ -150,6 +150,37 @@ def test_target_below_the_number_of_ranks_is_refused(tmp_path: Path) -> None:
     assert answers[0] == "target_batch=1 is smaller than world_size=2; every rank needs at least one sample."
 
 
+def test_ranks_with_other_memory_and_other_data_propose_the_same_sizes(tmp_path: Path) -> None:
+    """With another device size and another data length on each rank, both end at the smaller limit with equal logs."""
+    answers = run_ranks(
+        """
+        model = nn.Sequential(nn.Linear(4, 256), nn.ReLU(), nn.Linear(256, 3))
+        data = torch.utils.data.TensorDataset(torch.randn(900 if rank else 700, 4))
+        step = lambda model, batch: model(batch[0]).sum()
+        found = autoaccum.probe(model, data, training_step=step, device=("virtual:1MiB", "virtual:640KiB")[rank])
+        answer([found.max_micro_batch, found.limited_by, [trial.candidate.micro_batch for trial in found.trials]])
+        """,
+        tmp_path,
+    )
+    assert answers[0] == answers[1]
+    assert answers[0][1] == "memory"
+
+
+def test_request_refused_on_one_rank_ends_all_ranks(tmp_path: Path) -> None:
+    """A budget that only one rank cannot have is refused there, and the others say which rank failed."""
+    answers = run_ranks(
+        """
+        try:
+            autoaccum.autotune(Fuse(9), torch.randn(4, 4), 16, device="virtual:1GiB", budget=("1GiB", "9GiB")[rank])
+        except Exception as error:
+            answer(type(error).__name__ + ": " + str(error))
+        """,
+        tmp_path,
+    )
+    assert answers[0].startswith("RankMismatchError: rank 1 failed while probing (InvalidRequestError")
+    assert answers[1].startswith("InvalidRequestError: budget='9GiB'")
+
+
 def test_one_process_is_its_own_group() -> None:
     """Without a process group there is one rank, and its outcome stands."""
     report = Report(Fit(peak_bytes=1))
