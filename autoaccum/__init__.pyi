@@ -1,3 +1,5 @@
+from .accumulate import Accumulator
+from .batches.slicing import Window
 from .batches.weights import tokens
 from .devices.virtual import VirtualDevice
 from .errors import (
@@ -8,19 +10,23 @@ from .errors import (
     RankMismatchError,
 )
 from .plan import Plan
-from .records import ProbeResult
+from .records import CheckResult, ProbeResult, StepResult
 from .tune import autotune, probe
 from .workload import Workload
 
 __all__ = [
+    "Accumulator",
     "AutoaccumError",
+    "CheckResult",
     "InvalidRequestError",
     "MissingExtraError",
     "NothingFitsError",
     "Plan",
     "ProbeResult",
     "RankMismatchError",
+    "StepResult",
     "VirtualDevice",
+    "Window",
     "Workload",
     "autotune",
     "probe",

@@ -70,6 +70,31 @@ def probe_command(
             _write(path, text)
 
 
+@cli.command("check", epilog=_TARGET_HELP)
+@click.argument("target")
+@click.option("--rows", type=click.IntRange(min=2), default=16, show_default=True, help="How many samples to compare.")
+@click.option("--device", help='"cpu", "cuda:0". Default: where the target puts its model.')
+@click.option("--json", "json_path", metavar="FILE", help="Write a CheckResult; - for stdout.")
+def check_command(target: str, rows: int, device: str | None, json_path: str | None) -> None:
+    """Say whether accumulation is exact for this model and loss, and if not, why. Exit code 1 if not."""
+    _check_writable(json_path)
+    from autoaccum.worker.child import checked_target
+
+    found = checked_target(target, rows, device)
+    if isinstance(found, str):
+        raise WorkerError("user", found, ())
+    if json_path == "-":
+        click.echo(to_json(found))
+    else:
+        from autoaccum.report.text import check_text
+
+        click.echo(check_text(found))
+        if json_path is not None:
+            _write(json_path, to_json(found))
+    if not found.exact:
+        raise click.exceptions.Exit(1)
+
+
 @cli.command()
 def doctor() -> None:
     """Show the devices, their memory, the driver, the allocator, and who else holds memory."""
@@ -86,7 +111,7 @@ def main(args: list[str] | None = None) -> None:
 
 def _run(args: list[str] | None) -> int:
     try:
-        cli.main(args=args, prog_name="autoaccum", standalone_mode=False)
+        code = cli.main(args=args, prog_name="autoaccum", standalone_mode=False)
     except click.exceptions.Exit as request:  # --help and --version
         return request.exit_code
     except (click.Abort, KeyboardInterrupt):
@@ -100,7 +125,7 @@ def _run(args: list[str] | None) -> int:
     except (AutoaccumError, OSError) as error:
         click.echo(f"autoaccum: {error}", err=True)
         return 2
-    return 0
+    return code if isinstance(code, int) else 0  # click returns the code of an Exit that a command raised
 
 
 def _report_failure(error: WorkerError) -> int:

@@ -61,7 +61,7 @@ def preserved(
 @contextmanager
 def random_states_kept() -> Iterator[None]:
     """Put the generators of python, numpy and torch back: looking at a data set may draw from them."""
-    put_back = _keep_random_states(torch.device("cpu"))
+    put_back = keep_random_states(torch.device("cpu"))
     try:
         yield
     finally:
@@ -83,7 +83,7 @@ class Snapshot:
         except BaseException:
             self._vault.close()  # there may be no room for all of it
             raise
-        self._ambient = [*_keep_random_states(device), *(_keep_setting(*setting) for setting in _settings(device.type))]
+        self._ambient = [*keep_random_states(device), *(_keep_setting(*setting) for setting in _settings(device.type))]
 
     def restore(self) -> None:
         """Put everything back; Ctrl-C waits until that is done.
@@ -271,7 +271,8 @@ def _keep_optimizer(optimizer: Optimizer) -> _Restore:
     return put_back
 
 
-def _keep_random_states(device: torch.device) -> list[_Restore]:
+def keep_random_states(device: torch.device) -> list[_Restore]:
+    """How to put the generators of python, numpy, torch and the device back as they are now."""
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     restores: list[_Restore] = [
         lambda: random.setstate(python_state),

@@ -1,16 +1,10 @@
-"""One candidate, really run under a budget, and what came of it. The only place that catches running out of memory.
-
-It records text, leaves the `except` block, and only then frees and restores: inside the block the traceback's frames hold
-the activations, so cleaning there frees nothing.
-"""
+"""One candidate, really run under a budget, and what came of it. It frees and restores before it returns."""
 
 from __future__ import annotations
 
 import gc
 import math
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from autoaccum.devices import ERROR_ROWS
-from autoaccum.devices.base import AbstractDevice, ErrorRow, Verdict, Watch, chain_of, recognise
+from autoaccum.catching import Failure, attempted
+from autoaccum.devices.base import AbstractDevice, Verdict, Watch
 from autoaccum.errors import AutoaccumError, InvalidRequestError
 from autoaccum.preserve import Snapshot
 from autoaccum.records import Candidate, Fit, Outcome, OutOfMemory, Refused, Trial
@@ -33,7 +27,7 @@ WINDOWS_PER_PROBE, MICRO_BATCHES_PER_WINDOW = 2, 2
 Measured with a GPT-2-small at micro-batch 4: the first micro-batch of the first step peaks 26 % lower.
 """
 
-_MESSAGE_CHARS = 2000  # of an error, kept in the log; some messages carry a C++ stack
+_ABOUT_THE_SIZE = frozenset(Verdict) - {Verdict.DEAD}
 
 
 @contextmanager
@@ -61,12 +55,6 @@ class Attempt(NamedTuple):
     trial: Trial
     error: Exception | None = None
     optimizer_state_bytes: int | None = None
-
-
-class _Failure(NamedTuple):
-    row: ErrorRow
-    message: str
-    error: Exception
 
 
 class _Measured(NamedTuple):
@@ -106,20 +94,19 @@ def run_trial(
         Nothing of the trial: the state is restored and no tensor of it is alive.
     """
     started, progress = time.perf_counter(), Progress()
-    handled = chain_of(current) if (current := sys.exception()) else []
-    failure: _Failure | None = None
-    measured: _Measured | None = None
-    try:
+
+    def run() -> _Measured:
         with device.limited_to(budget_bytes):
-            measured = _run_windows(workload, device, windows, feed, progress)
+            return _run_windows(workload, device, windows, feed, progress)
+
+    try:
+        came_out = attempted(run, _ABOUT_THE_SIZE)
     except Exception as error:
-        row = recognise(error, ERROR_ROWS, handled)
-        if row is None or row.verdict is Verdict.DEAD:
-            if not isinstance(error, AutoaccumError):
-                error.add_note(f"raised while autoaccum probed micro_batch={candidate.micro_batch} ({progress.phase} phase)")
-            raise
-        failure = _Failure(row, _shortened(error), error)
-    kept = None if failure is None else _without_frames(failure.error, handled)
+        if not isinstance(error, AutoaccumError):
+            error.add_note(f"raised while autoaccum probed micro_batch={candidate.micro_batch} ({progress.phase} phase)")
+        raise
+    failure = came_out if isinstance(came_out, Failure) else None
+    measured = None if isinstance(came_out, Failure) else came_out
     gc.collect()
     device.release()
     snapshot.restore()
@@ -131,7 +118,8 @@ def run_trial(
         purpose=purpose,
     )
     uncertain = failure is not None and failure.row.verdict is not Verdict.TOO_LARGE
-    return Attempt(trial, kept if uncertain else None, None if measured is None else measured.optimizer_state_bytes)
+    kept = failure.error if failure is not None and uncertain else None
+    return Attempt(trial, kept, None if measured is None else measured.optimizer_state_bytes)
 
 
 def _run_windows(
@@ -179,7 +167,7 @@ def _state_bytes(optimizer: Optimizer) -> int:
     return num_bytes(leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor))
 
 
-def _outcome(measured: _Measured | None, failure: _Failure | None, progress: Progress, budget_bytes: int) -> Outcome:
+def _outcome(measured: _Measured | None, failure: Failure | None, progress: Progress, budget_bytes: int) -> Outcome:
     if failure is not None:
         return _failed_outcome(failure, progress)
     assert measured is not None
@@ -197,7 +185,7 @@ def _outcome(measured: _Measured | None, failure: _Failure | None, progress: Pro
     )
 
 
-def _failed_outcome(failure: _Failure, progress: Progress) -> Outcome:
+def _failed_outcome(failure: Failure, progress: Progress) -> Outcome:
     match failure.row.verdict:
         case Verdict.TOO_LARGE:
             return OutOfMemory(cause="allocator", phase=progress.phase, message=failure.message)
@@ -209,22 +197,3 @@ def _failed_outcome(failure: _Failure, progress: Progress) -> Outcome:
             return Refused(bound="ceiling", limited_by="host", phase=progress.phase, message=failure.message)
         case _:
             return Refused(bound="ceiling", phase=progress.phase, message=failure.message)
-
-
-def _shortened(error: Exception) -> str:
-    text = f"{type(error).__name__}: {error}"
-    return text if len(text) <= _MESSAGE_CHARS else text[:_MESSAGE_CHARS] + "..."
-
-
-def _without_frames(error: Exception, handled: Sequence[BaseException]) -> Exception:
-    """The same exception, with its traceback, but with the local variables of every frame in it let go."""
-    for behind in chain_of(error):
-        if any(behind is earlier for earlier in handled):
-            continue
-        found = behind.__traceback__
-        if behind is error and found is not None:
-            found = found.tb_next  # the first frame is this module's own and holds the batches
-        behind.__traceback__ = found
-        if found is not None:
-            traceback.clear_frames(found)
-    return error

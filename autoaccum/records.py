@@ -263,6 +263,40 @@ class PlanRecord(Record, frozen=True, kw_only=True, tag_field="record", tag="aut
         return None if self.measured_peak_bytes is None else self.budget_bytes - self.measured_peak_bytes
 
 
+class StepResult(Record, frozen=True, kw_only=True):
+    """What one window of an `Accumulator` did.
+
+    `loss` is the mean over the window on all ranks (the sum, for a loss that is a sum); NaN where nothing had a weight.
+    `weight` is what that mean is over, on all ranks. `micro_batch_sizes` are this rank's, in rows, None where they cannot be
+    counted. `replays`: how often the window was begun again after running out of memory. `skipped`: no step was taken,
+    because nothing had a weight or a gradient was not finite. `grad_norm`: before clipping, None where nothing is clipped.
+    """
+
+    loss: float
+    weight: float
+    micro_batch_sizes: tuple[int | None, ...]
+    replays: int = 0
+    skipped: bool = False
+    grad_norm: float | None = None
+
+
+class CheckResult(Record, frozen=True, kw_only=True):
+    """Whether the gradient of a whole batch and that of an uneven split of it are the same.
+
+    `relative_error`: norm of the difference over the norm of the whole batch's gradient. `norm_ratio`: norm of the split's
+    over the whole's. `reasons`: plain sentences: which layer, which loss, what to do. `micro_batch_sizes`: the split.
+    `dtype`: in which the model was run. `notes`: what else was seen, such as a batch that did not fit whole.
+    """
+
+    exact: bool
+    relative_error: float
+    norm_ratio: float
+    reasons: tuple[str, ...] = ()
+    micro_batch_sizes: tuple[int, ...] = ()
+    dtype: str = "float64"
+    notes: tuple[str, ...] = ()
+
+
 class _Header(msgspec.Struct):
     """The part of a file that must be understood before the rest is."""
 

@@ -17,10 +17,11 @@ from autoaccum.batches.layout import BatchDim
 from autoaccum.batches.sources import SplitFn
 from autoaccum.devices.base import AbstractDevice
 from autoaccum.errors import InvalidRequestError
+from autoaccum.losses import LossFn, TrainingStep
 from autoaccum.plan import Plan
 from autoaccum.records import ProbeResult, Trial
 from autoaccum.session import Listener, Request, Search
-from autoaccum.workload import LossFn, OptimizerFactory, TrainingStep, Weight, Workload
+from autoaccum.workload import OptimizerFactory, Weight, Workload
 
 
 def autotune(

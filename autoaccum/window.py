@@ -1,28 +1,91 @@
 """One accumulation window: the single place where training happens.
 
-The probe, the measurement of time, the self-check and the training loop all run this function, so that what was proved is
-what is run. It reads no value from a tensor on its way: the same code runs on fake tensors.
+The probe, the measurement of time, the self-check and the training loop all run these functions, so that what was proved is
+what is run. `accumulate` and `run_window` read no value from a tensor on their way: the same code runs on fake tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autoaccum.errors import InvalidRequestError
+from autoaccum.gradients import Accumulation, Backward, all_finite, clip, parameters_of, refuse_none, total_norm
 from autoaccum.records import Phase
 
 
 @final
 class Progress:
-    """Where a window is; what was reached when an error came."""
+    """Where a window is; what was reached when an error came. `index` counts micro-batches from 0."""
 
     def __init__(self) -> None:
         self.phase: Phase = "data"
+        self.index = 0
+
+
+def accumulate(
+    micro_batches: Iterable[Any],
+    scales: Sequence[float],
+    *,
+    loss: Callable[[Any], Tensor],
+    place: Callable[[Any], Any],
+    accumulation: Accumulation,
+    progress: Progress,
+    run_all: bool = False,
+) -> Tensor | None:
+    """Add up the gradient of the whole window: sum_j scale_j * grad(mean_j).
+
+    With scale_j = w_j / sum_i w_i that is the gradient of the mean over the whole window, when w_j is the denominator that
+    the loss of micro-batch j itself used. A micro-batch of scale 0 is left out: its mean is 0 / 0.
+
+    Args:
+        micro_batches: In order, as many as scales; taken one at a time.
+        loss: Scalar mean loss of a placed micro-batch, with its graph.
+        place: Puts a micro-batch on the device.
+        accumulation: Where the gradients go.
+        progress: Its phase follows what runs.
+        run_all: Run micro-batches of scale 0 as well, because other ranks wait for it.
+
+    Returns:
+        The loss over the window, detached, on the device; None where nothing had a scale.
+
+    Raises:
+        Exception: Whatever the user's code raises.
+    """
+    window_loss: Tensor | None = None
+    progress.phase = "data"  # drawing a micro-batch belongs to it
+    with training_modes():
+        for index, (micro_batch, scale) in enumerate(zip(micro_batches, scales, strict=True)):
+            progress.index = index
+            if scale == 0 and not run_all:
+                continue
+            placed = place(micro_batch)
+            del micro_batch
+            progress.phase = "forward"
+            part = scaled(loss(placed), scale)
+            del placed
+            progress.phase = "backward"
+            accumulation.add(part)
+            part = part.detach()
+            window_loss = part if window_loss is None else window_loss + part
+            progress.phase = "data"
+    return window_loss
+
+
+def scaled(loss: Tensor, scale: float) -> Tensor:
+    """This micro-batch's part of the window's loss. A mean over nothing is NaN, and a scale of 0 must not spread it."""
+    return loss * scale if scale else loss.nan_to_num() * 0.0
+
+
+@contextmanager
+def training_modes() -> Iterator[None]:
+    """Gradients on, whatever mode the caller is in. Optimizer state made in inference mode could not be updated outside."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def run_window(
@@ -34,10 +97,7 @@ def run_window(
     place: Callable[[Any], Any],
     progress: Progress,
 ) -> Tensor:
-    """Accumulate the gradient of the whole window and take one optimizer step.
-
-    The gradient is sum_j w_j * grad(mean_j) / sum_i w_i, which is the gradient of the mean over the whole window when w_j is
-    the denominator that the loss of micro-batch j itself used. A micro-batch of weight 0 is left out: its mean is 0 / 0.
+    """Accumulate the gradient of the whole window and take one optimizer step, as a probe does.
 
     Args:
         micro_batches: In order, as many as weights; taken one at a time.
@@ -54,30 +114,55 @@ def run_window(
         InvalidRequestError: When no parameter of the optimizer received a gradient.
         Exception: Whatever the user's code raises.
     """
-    total_weight = float(sum(weights))
-    mean_loss: Tensor | None = None
-    progress.phase = "data"  # drawing a micro-batch belongs to it
-    # The step as well: optimizer state made under inference mode could not be updated outside of it.
-    with torch.inference_mode(False), torch.enable_grad():
-        for micro_batch, weight in zip(micro_batches, weights, strict=True):
-            if weight == 0:
-                continue
-            placed = place(micro_batch)
-            progress.phase = "forward"
-            part = loss(placed) * (weight / total_weight)
-            del placed
-            progress.phase = "backward"
-            part.backward()  # type: ignore[no-untyped-call]
-            part = part.detach()
-            mean_loss = part if mean_loss is None else mean_loss + part
-            progress.phase = "data"
+    total_weight = float(sum(weights)) or 1.0
+    accumulation = Accumulation(parameters_of(optimizer), Backward(), wide=len(weights) > 1)
+    try:
+        scales = [weight / total_weight for weight in weights]
+        mean_loss = accumulate(micro_batches, scales, loss=loss, place=place, accumulation=accumulation, progress=progress)
         progress.phase = "optimizer"
-        if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
-            raise InvalidRequestError(
-                "no parameter of the optimizer received a gradient: the training step ran nothing that leads to them. "
-                "Does the loss depend on the model that was passed in?"
-            )
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        refuse_none(accumulation)
+        accumulation.narrow()
+        with training_modes():
+            optimizer.step()
+    finally:
+        accumulation.discard()
     assert mean_loss is not None  # a gradient came from somewhere
     return mean_loss
+
+
+class Step(NamedTuple):
+    """Whether an optimizer step was taken, and the norm of the gradient before clipping."""
+
+    taken: bool
+    grad_norm: Tensor
+
+
+def take_step(
+    accumulation: Accumulation,
+    optimizer: Optimizer,
+    *,
+    scaler: torch.amp.GradScaler | None,
+    max_grad_norm: float | None,
+) -> Step:
+    """Everything that happens once per window after the gradients are complete: unscale, check, clip, step, update, zero.
+
+    A gradient that is not finite skips the step. Reads from the device.
+    """
+    with training_modes():
+        if scaler is not None:
+            accumulation.narrow_where_apart()
+            scaler.unscale_(optimizer)
+        gradients = [gradient for gradient in accumulation.gradients() if gradient is not None]
+        norm = total_norm(gradients)
+        finite = all_finite(gradients, norm)
+        if finite and max_grad_norm is not None:
+            clip(gradients, norm, max_grad_norm)
+        del gradients
+        accumulation.narrow()
+        if scaler is not None:
+            scaler.step(optimizer)  # looks for infinities itself, and finds the same
+            scaler.update()
+        elif finite:
+            optimizer.step()
+        accumulation.discard()
+    return Step(finite, norm)

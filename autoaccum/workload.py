@@ -18,15 +18,13 @@ from torch.utils._pytree import tree_leaves
 
 from autoaccum.batches.layout import BatchDim, shared_second_dim
 from autoaccum.batches.sources import AbstractSource, BatchSource, SplitFn, source_of
-from autoaccum.batches.structure import is_plain_sequence, tensors_in
-from autoaccum.batches.weights import Tokens
-from autoaccum.calling import binds, call, checked_loss, inputs_and_target, is_item_list, is_one_per_row, own_loss
+from autoaccum.batches.structure import tensors_in
+from autoaccum.batches.weights import Tokens, Weigher
 from autoaccum.errors import InvalidRequestError
+from autoaccum.losses import LossFn, MicroBatchLoss, TrainingStep
 from autoaccum.preserve import random_states_kept
 from autoaccum.records import MemoryAccount
 
-LossFn = Callable[[Any, Any], Tensor]
-TrainingStep = Callable[[nn.Module, Any], Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 Weight = str | Tokens | Callable[[Any], float]
 
@@ -71,19 +69,17 @@ class Workload:
         batch_dim: BatchDim = None,
         split: SplitFn | None = None,
     ) -> None:
-        _check_callables(loss_fn=loss_fn, training_step=training_step, split=split)
-        if weight != "samples" and not callable(weight):
-            raise InvalidRequestError(
-                f"weight={weight!r} is unknown; expected 'samples', autoaccum.tokens('labels'), or a function "
-                "batch -> number."
-            )
+        if split is not None and not callable(split):
+            raise InvalidRequestError(f"split={split!r} cannot be called; expected a function.")
+        self.weigher = Weigher(weight, None if training_step is not None else loss_fn)
+        self.batch_dim, self.split = batch_dim, split
         self.model = model
-        self.module = _unwrapped(model)
-        _single_device(self.module)
+        self.module = unwrapped(model)
+        single_device(self.module)
         self.weight = weight
         self.warnings: list[str] = []
-        self._loss_fn, self._training_step = loss_fn, training_step
-        self._optimizer = _checked_optimizer(optimizer, self.module)
+        self.loss = MicroBatchLoss(self.module, loss_fn, training_step, warn=self.warn)
+        self._optimizer = checked_optimizer(optimizer, self.module)
         with random_states_kept():
             self.source: AbstractSource = source_of(sample, batch_dim, split)
         if isinstance(self.source, BatchSource):
@@ -186,50 +182,10 @@ class Workload:
             if not isinstance(module, _BATCH_NORMS):
                 module.training = True
 
-    def loss(self, batch: Any) -> Tensor:
-        """The scalar mean loss of one micro-batch, with its graph.
-
-        Raises:
-            InvalidRequestError: When it is not a scalar, has no gradient, or the batch has not the shape `loss_fn` needs.
-            Exception: Whatever the user's code raises.
-        """
-        if self._training_step is not None:
-            return checked_loss(self._training_step(self.module, batch), "training_step")
-        if self._loss_fn is not None:
-            inputs, target = inputs_and_target(batch)
-            if isinstance(inputs, list) and is_one_per_row(inputs, target):
-                return checked_loss(self._loss_fn(self.module(inputs), target), "loss_fn")
-            return checked_loss(self._loss_fn(call(self.module, inputs), target), "loss_fn")
-        output = self._call_with_all(batch)
-        own = own_loss(output)
-        return checked_loss(self._mean_of(output) if own is None else own, "the model")
-
     def warn(self, text: str) -> None:
         """Say something once."""
         if text not in self.warnings:
             self.warnings.append(text)
-
-    def _call_with_all(self, batch: Any) -> Any:
-        """Call the model with a whole batch; a pair for a model of one argument is taken as (input, target)."""
-        if is_plain_sequence(batch) and not is_item_list(batch) and not binds(self.module, *batch) and len(batch) > 1:
-            self.warn(
-                "The sample's last part was taken as the target and not used, since there is no loss_fn and the model "
-                "does not take it."
-            )
-            return call(self.module, inputs_and_target(batch)[0])
-        return call(self.module, batch)
-
-    def _mean_of(self, output: Any) -> Tensor:
-        self.warn(
-            "No loss was given and the model returns none: the mean of its outputs was used. The memory figures hold for "
-            "everything but the loss itself; pass loss_fn= or training_step= to include it."
-        )
-        parts = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not parts:
-            raise InvalidRequestError(
-                "the model's output has no part with a gradient and no loss; pass training_step=(model, batch) -> loss."
-            )
-        return torch.stack([part.float().mean() for part in parts]).mean()
 
 
 def num_bytes(tensors: Iterable[Any]) -> int:
@@ -255,13 +211,8 @@ def step_hooks_suspended(optimizer: Optimizer) -> Iterator[None]:
             registry.update(hooks)
 
 
-def _check_callables(**given: object) -> None:
-    for name, value in given.items():
-        if value is not None and not callable(value):
-            raise InvalidRequestError(f"{name}={value!r} cannot be called; expected a function.")
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside a DDP wrapper, with what a training step needs: parameters with shapes, one of them trainable."""
     if not isinstance(model, nn.Module):
         raise InvalidRequestError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
     # A DDP forward outside no_sync arms its reducer; the module inside needs the same memory but for the buckets.
@@ -279,7 +230,8 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return module
 
 
-def _single_device(module: nn.Module) -> torch.device:
+def single_device(module: nn.Module) -> torch.device:
+    """Where all of the module's tensors are; more than one place, or the meta device, is refused."""
     devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     if len(devices) > 1:
         raise InvalidRequestError(
@@ -316,7 +268,8 @@ def _refuse_time_as_rows(sample: Any, module: nn.Module) -> None:
         )
 
 
-def _checked_optimizer(optimizer: Any, module: nn.Module) -> Optimizer | OptimizerFactory | None:
+def checked_optimizer(optimizer: Any, module: nn.Module) -> Optimizer | OptimizerFactory | None:
+    """The optimizer or factory, if it is over the module's parameters and steps without a closure."""
     if optimizer is None:
         return None
     if not isinstance(optimizer, Optimizer):

@@ -15,22 +15,24 @@ ROWS = (
     ("errors",),
     ("units",),
     ("records",),
-    ("schedule", "search", "batches"),
+    ("schedule", "caps"),
+    ("search", "batches"),
     ("choose", "devices", "preserve", "ranks", "calling"),
-    ("workload",),
+    ("losses", "catching", "gradients", "rewind", "sharding"),
+    ("workload", "reduction"),
     ("window", "budget"),
-    ("probing",),
+    ("probing", "checking"),
     ("report",),
     ("session",),
     ("plan",),
-    ("tune",),
+    ("tune", "accumulate"),
     ("targets",),
     ("worker",),
     ("cli",),
     ("__main__", "__init__"),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
-WITHOUT_TORCH = ("errors", "units", "records", "schedule", "search", "choose", "cli")
+WITHOUT_TORCH = ("errors", "units", "records", "schedule", "caps", "search", "choose", "cli")
 
 
 def unit_of(path: Path) -> str:

@@ -98,7 +98,7 @@ class SplitSource(AbstractSource):
             self._layout: Layout | None = find_layout(batch, batch_dim)
         except InvalidRequestError:
             self._layout = None
-        self.length = None if self._layout else _opaque_length(batch)
+        self.length = None if self._layout else opaque_length(batch)
         rows = self._layout.rows if self._layout else self.length
         self.description = f"{type(batch).__name__} of {rows} rows, cut by split="
 
@@ -107,16 +107,16 @@ class SplitSource(AbstractSource):
 
     def micro_batches(self, sizes: Sequence[int]) -> list[Any]:
         if self._layout:
-            return _parts_of(self._split, take_rows(self._batch, self._layout, sum(sizes)), sizes)
+            return parts_of(self._split, take_rows(self._batch, self._layout, sum(sizes)), sizes)
         rest = (self.length or 0) - sum(sizes)
         if rest >= 0:
-            return _parts_of(self._split, copy.deepcopy(self._batch), sizes, rest)
+            return parts_of(self._split, copy.deepcopy(self._batch), sizes, rest)
         if len(sizes) == 1:
             raise InvalidRequestError(f"the sample has {self.length} rows where {sizes[0]} were asked for.")
         return [self.take(size) for size in sizes]
 
 
-def _opaque_length(batch: Any) -> int:
+def opaque_length(batch: Any) -> int:
     """The rows of a batch that cannot be looked into; a container's length would be that of its parts."""
     if not list(children_of(batch)):
         try:
@@ -133,13 +133,13 @@ def _largest_rows_first(batch: Any, layout: Layout) -> list[int] | None:
     sizes = [0] * layout.rows
     for path, node in nodes_of(batch):
         if layout.cuts.get(path) == "items":
-            sizes = [size + _item_size(item) for size, item in zip(sizes, node, strict=True)]
+            sizes = [size + item_size(item) for size, item in zip(sizes, node, strict=True)]
     if len(set(sizes)) <= 1:
         return None
     return sorted(range(layout.rows), key=lambda row: (-sizes[row], row))
 
 
-def _parts_of(split: SplitFn, batch: Any, sizes: Sequence[int], rest: int = 0) -> list[Any]:
+def parts_of(split: SplitFn, batch: Any, sizes: Sequence[int], rest: int = 0) -> list[Any]:
     """What the caller's `split` makes of the batch, without the part that holds the rest."""
     wanted = [*sizes, rest] if rest else list(sizes)
     parts = list(split(batch, wanted))
@@ -213,14 +213,14 @@ class ItemSource(AbstractSource):
     def _look_at_items(self, indices: Sequence[int]) -> tuple[int, dict[int, int]]:
         step = max(1, -(-len(indices) // _ITEMS_LOOKED_AT))
         chosen = (*indices[-1:], *indices[:-1:step])  # the last one first: sorted data sets end with the longest
-        sizes = {index: _item_size(item) for index, item in _looked_at((i, self._dataset[i]) for i in chosen)}
+        sizes = {index: item_size(item) for index, item in _looked_at((i, self._dataset[i]) for i in chosen)}
         return len(indices), sizes
 
     def _look_at_stream(self) -> tuple[int | None, dict[int, int]]:
         stream = iter(enumerate(self._dataset))
         self._kept = dict(_looked_at(stream))
         ended = len(self._kept) <= _ITEMS_LOOKED_AT and next(stream, None) is None  # then its length is known after all
-        return len(self._kept) if ended else None, {index: _item_size(item) for index, item in self._kept.items()}
+        return len(self._kept) if ended else None, {index: item_size(item) for index, item in self._kept.items()}
 
     def take(self, count: int) -> Any:
         chosen = [self._order[position % len(self._order)] for position in range(count)]
@@ -232,7 +232,7 @@ class ItemSource(AbstractSource):
     def micro_batches(self, sizes: Sequence[int]) -> list[Any]:
         batch = self.take(sum(sizes))
         if self._split is not None:
-            return _parts_of(self._split, batch, sizes)
+            return parts_of(self._split, batch, sizes)
         try:
             layout = find_layout(batch, self._batch_dim, rows=sum(sizes))
             refuse_doubtful_layout(batch, layout, self._batch_dim)
@@ -258,7 +258,7 @@ def _holds_one_row(batch: Any, layout: Layout) -> bool:
     return all(leaves[path].shape[int(how)] == 1 for path, how in layout.cuts.items() if is_array(leaves.get(path)))
 
 
-def _item_size(item: Any) -> int:
+def item_size(item: Any) -> int:
     """How large an item is, in elements; only compared with its like."""
     total = 0
     for _, leaf in leaves_of(item):
@@ -305,7 +305,7 @@ def _is_dataset(sample: Any) -> bool:
 def _source_of_loader(loader: DataLoader[Any], batch_dim: BatchDim, split: SplitFn | None) -> AbstractSource:
     collate = loader.collate_fn
     if loader.batch_size is None and loader.batch_sampler is None:  # the data set yields ready batches
-        largest = max(_looked_at(_ready_batches(loader)), key=_item_size, default=None)
+        largest = max(_looked_at(_ready_batches(loader)), key=item_size, default=None)
         if largest is None:
             raise InvalidRequestError("the sample is an empty data set; expected at least one batch.")
         largest = collate(largest)

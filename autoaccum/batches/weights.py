@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, final
+
+from torch import Tensor
+
+from autoaccum.batches.denominators import Denominator, denominator_of
+from autoaccum.batches.structure import is_plain_sequence
+from autoaccum.errors import InvalidRequestError
 
 
 @final
@@ -14,12 +21,25 @@ class Tokens:
         self.key, self.ignore_index, self.shift = key, ignore_index, shift
 
     def __call__(self, batch: Any) -> int:
-        """Valid labels of this micro-batch."""
-        ready = isinstance(batch, Mapping) and "shift_labels" in batch
-        labels = batch["shift_labels"] if ready else batch[self.key]
+        """Valid labels of this micro-batch.
+
+        Raises:
+            InvalidRequestError: When the batch has no such labels.
+        """
+        ready = isinstance(batch, Mapping) and batch.get("shift_labels") is not None
+        labels = batch["shift_labels"] if ready else self._labels(batch)
         if self.shift and not ready:
             labels = labels[..., 1:]
         return int((labels != self.ignore_index).sum())
+
+    def _labels(self, batch: Any) -> Any:
+        try:
+            return batch[self.key]
+        except (KeyError, IndexError, TypeError):
+            has = f"has {sorted(map(str, batch))}" if isinstance(batch, Mapping) else f"is a {type(batch).__name__}"
+            raise InvalidRequestError(
+                f"tokens({self.key!r}) finds no labels: the micro-batch {has}; expected a name or an index of its parts."
+            ) from None
 
 
 def tokens(key: str | int, ignore_index: int = -100, shift: bool = False) -> Tokens:
@@ -37,3 +57,54 @@ def tokens(key: str | int, ignore_index: int = -100, shift: bool = False) -> Tok
         3
     """
     return Tokens(key, ignore_index, shift)
+
+
+@final
+class Weigher:
+    """Gives the weight of a micro-batch: the denominator of its mean loss.
+
+    Args:
+        weight: As the user gave it. With "samples" one of torch's own losses is asked what it divides by.
+        loss_fn: None where the loss is not one of `(output, target)`.
+
+    Attributes:
+        summed: The loss is a sum, so micro-batches add up as they are.
+        counts_rows: Nothing of the batch has to be looked at.
+    """
+
+    def __init__(self, weight: str | Tokens | Callable[[Any], float], loss_fn: object = None) -> None:
+        if weight != "samples" and not callable(weight):
+            raise InvalidRequestError(
+                f"weight={weight!r} is unknown; expected 'samples', autoaccum.tokens('labels'), or a function "
+                "batch -> number."
+            )
+        self._count = weight if callable(weight) else None
+        self._denominator: Denominator | None = None if self._count is not None else denominator_of(loss_fn)
+        self.summed = self._denominator is not None and self._denominator.summed
+        self.counts_rows = self._count is None and (self._denominator is None or self.summed)
+
+    def __call__(self, batch: Any, rows: int) -> float:
+        """The weight of a micro-batch of so many rows.
+
+        Raises:
+            InvalidRequestError: When the user's function gives no finite number of at least zero.
+        """
+        if self._count is not None:
+            return _checked(self._count(batch))
+        if self._denominator is not None and not self.summed:
+            target = batch[-1] if is_plain_sequence(batch) and batch else None
+            if isinstance(target, Tensor):
+                return self._denominator(target)
+        return float(rows)
+
+
+def _checked(weight: Any) -> float:
+    try:
+        number = float(weight)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not math.isfinite(number) or number < 0:
+        raise InvalidRequestError(
+            f"weight= gave {weight!r} for a micro-batch; expected a finite number >= 0: what its loss is a mean over."
+        )
+    return number

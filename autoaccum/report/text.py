@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from autoaccum.records import Environment, Fit, Levers, MemoryAccount, PlanRecord, ProbeResult
+from autoaccum.records import CheckResult, Environment, Fit, Levers, MemoryAccount, PlanRecord, ProbeResult
 from autoaccum.report.tables import TABLE_HEADER, table_rows
 from autoaccum.units import format_bytes, format_seconds
 
@@ -17,6 +17,19 @@ _LIMITS = {
     "host": "the loader or the host's memory",
     "other": "a limit other than memory",
 }
+
+
+def check_text(result: CheckResult) -> str:
+    """Whether accumulation is exact, by how much it is not, and why."""
+    rows = " + ".join(map(str, result.micro_batch_sizes))
+    lines = [
+        "exact: accumulated gradients are those of the whole batch" if result.exact else "not exact",
+        f"  relative error {result.relative_error:.2g}, norm ratio {result.norm_ratio:.6g} "
+        f"({rows} rows against {sum(result.micro_batch_sizes)}, {result.dtype})",
+    ]
+    return "\n".join(
+        [*lines, *(f"  - {reason}" for reason in result.reasons), *(f"  note: {note}" for note in result.notes)]
+    )
 
 
 def plan_lines(plan: PlanRecord) -> list[tuple[str, str]]:

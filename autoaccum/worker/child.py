@@ -12,10 +12,11 @@ from typing import BinaryIO, final
 import msgspec
 import torch
 
+from autoaccum.checking.split import check_workload
 from autoaccum.devices import device_for
 from autoaccum.devices.base import AbstractDevice
 from autoaccum.errors import AutoaccumError, NothingFitsError
-from autoaccum.records import Candidate, PlanRecord, Trial
+from autoaccum.records import Candidate, CheckResult, PlanRecord, Trial
 from autoaccum.session import Request
 from autoaccum.targets import load_target
 from autoaccum.tune import probe_workload, tune_workload
@@ -48,6 +49,22 @@ def _search(job: Job, channel: _Channel) -> Message:
         return Probed(result=probe_workload(workload, request, device=device, listener=channel, log=job.log))
     plan = tune_workload(workload, request, device=device, listener=channel, log=job.log)
     return Planned(plan=PlanRecord(**{name: getattr(plan, name) for name in PlanRecord.__struct_fields__}))
+
+
+def checked_target(target: str, rows: int, device: str | None) -> CheckResult | str:
+    """Whether accumulation is exact for a target, in this process; the user's own error as text.
+
+    Raises:
+        AutoaccumError: When the target or the device cannot be used.
+    """
+    try:
+        workload = load_target(target)
+        chosen = None if device is None else _device_named(device, workload)
+        return check_workload(workload, rows, chosen)
+    except AutoaccumError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the user's error, whatever it is, is shown by the caller
+        return users_traceback(error)
 
 
 def _device_named(name: str, workload: Workload) -> AbstractDevice:

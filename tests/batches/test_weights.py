@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autoaccum.batches.weights import tokens
+from autoaccum.errors import InvalidRequestError
 
 IGNORED = -100
 rows_of_labels = st.integers(1, 8).flatmap(
@@ -85,9 +86,9 @@ def test_weight_is_a_plain_int() -> None:
     assert weight == 0 and type(weight) is int
 
 
-def test_a_missing_name_is_the_user_s_own_error() -> None:
-    """A key that the batch lacks is the KeyError it would be without autoaccum."""
-    with pytest.raises(KeyError, match="label"):
+def test_a_missing_name() -> None:
+    """A key that the batch lacks is refused with the names that it has."""
+    with pytest.raises(InvalidRequestError, match=r"tokens\('label'\) finds no labels: the micro-batch has \['labels'\]"):
         tokens("label")({"labels": torch.ones(2, 2)})
 
 

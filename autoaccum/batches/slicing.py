@@ -1,0 +1,300 @@
+"""Cutting one window's rows into micro-batches while training, as often as memory asks for.
+
+The batch stays where it is and is never written to; a micro-batch is made when its turn comes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
+from typing import Any, NamedTuple, final
+
+from autoaccum.batches.cutting import narrow_rows, take_rows
+from autoaccum.batches.layout import BatchDim, Layout, find_layout, refuse_doubtful_layout
+from autoaccum.batches.packing import pack, refuse_above
+from autoaccum.batches.sources import SplitFn, item_size, opaque_length, parts_of
+from autoaccum.batches.structure import children_of, covers, is_array, leaves_of, mapped, name_of
+from autoaccum.caps import Shape
+from autoaccum.errors import InvalidRequestError
+from autoaccum.schedule import balanced, split_rows, steps_for
+
+CostFn = Callable[[Any], float]
+
+
+@final
+class Window:
+    """The ready micro-batches of one optimizer step, in order. Made by `Accumulator.windows`, or by hand.
+
+    Args:
+        micro_batches: Taken as they are; opaque ones (graphs, packed sequences) included. May be empty.
+
+    Example:
+        >>> import torch
+        >>> len(Window([torch.randn(2, 3), torch.randn(1, 3)]))
+        2
+    """
+
+    def __init__(self, micro_batches: Sequence[Any]) -> None:
+        self.micro_batches = tuple(micro_batches)
+
+    def __len__(self) -> int:
+        return len(self.micro_batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.micro_batches)
+
+
+class Piece(NamedTuple):
+    """A micro-batch to be: how many rows, what counts against the limit, the shape that the limit belongs to.
+
+    Attributes:
+        rows: None where they cannot be counted.
+        size: Rows, or the cost.
+        cuttable: Whether it can be made smaller.
+        positions: Which rows of the batch, None where they are the next ones in order.
+    """
+
+    rows: int | None
+    size: float
+    shape: Shape
+    cuttable: bool
+    positions: tuple[int, ...] | None = None
+
+
+class Pieces(NamedTuple):
+    """A window, cut: its pieces, and how to make the micro-batches, in the same order, each time it is called."""
+
+    pieces: tuple[Piece, ...]
+    make: Callable[[], Iterator[Any]]
+
+
+LimitFn = Callable[[Shape], float]
+
+
+class AbstractShare(ABC):
+    """This rank's rows of one window.
+
+    Attributes:
+        rows: How many, None for ready micro-batches.
+    """
+
+    rows: int | None
+
+    @abstractmethod
+    def cut(self, limit_of: LimitFn) -> Pieces:
+        """Cut into micro-batches, none above the limit of its shape."""
+
+    @abstractmethod
+    def first(self, sizes: Sequence[int]) -> list[Any]:
+        """The first rows, in parts of these sizes."""
+
+
+@final
+class Slicer:
+    """How the batches of one training run are cut.
+
+    Args:
+        micro_batch: The most rows of a micro-batch; infinite where only the cost counts.
+        batch_dim: See `find_layout`.
+        split: `split(batch, sizes) -> list of micro-batches`, for batches that cannot be cut by rows.
+        multiple_of: Every micro-batch but a window's last is a multiple of it.
+        at_least: The fewest rows that the model runs at all (2 where BatchNorm refuses one).
+        planned: The sizes to use for a window of exactly their sum, while nothing has failed.
+        cost: What a micro-batch costs; with it, `max_cost` is the limit instead of rows.
+    """
+
+    def __init__(
+        self,
+        micro_batch: float,
+        *,
+        batch_dim: BatchDim = None,
+        split: SplitFn | None = None,
+        multiple_of: int = 1,
+        at_least: int = 1,
+        planned: tuple[int, ...] = (),
+        cost: CostFn | None = None,
+        max_cost: float = inf,
+    ) -> None:
+        self.micro_batch, self.batch_dim, self.split = micro_batch, batch_dim, split
+        self.multiple_of, self.at_least, self.planned = multiple_of, at_least, planned
+        self.cost, self.max_cost = cost, max_cost
+
+    def share(self, batch: Any) -> AbstractShare:
+        """What is to be cut: a whole batch, or a `Window` of ready micro-batches; None and no rows are an empty share.
+
+        Raises:
+            InvalidRequestError: When the rows cannot be told.
+        """
+        if isinstance(batch, Window):
+            return _ReadyShare(self, batch.micro_batches)
+        if _has_no_rows(batch):
+            return _ReadyShare(self, ())
+        if self.split is not None:
+            return _SplitShare(self, batch)
+        layout = find_layout(batch, self.batch_dim)
+        refuse_doubtful_layout(batch, layout, self.batch_dim)
+        return _RowShare(self, batch, layout)
+
+    def sizes(self, rows: int, limit: float) -> tuple[int, ...]:
+        """Near even sizes over these rows, none above the limit."""
+        limit = min(limit, self.micro_batch)
+        if self.planned and rows == sum(self.planned) and limit >= max(self.planned):
+            return self.planned
+        if limit >= rows:
+            return (rows,)
+        multiple_of = self.multiple_of if limit >= self.multiple_of else 1  # memory wins over a convenience
+        sizes = split_rows(rows, steps_for(rows, int(limit), multiple_of), multiple_of)
+        if min(sizes) < self.at_least:  # a few rows above the limit may run, these cannot
+            sizes = balanced(rows, max(1, min(rows // self.at_least, len(sizes))))
+        return sizes
+
+
+@final
+class _RowShare(AbstractShare):
+    """A batch whose rows can be seen."""
+
+    def __init__(self, slicer: Slicer, batch: Any, layout: Layout) -> None:
+        self._slicer, self._batch, self._layout = slicer, batch, layout
+        self.rows, self._shape = layout.rows, shape_of(batch, layout)
+        self._costs: list[float] | None = None
+
+    def cut(self, limit_of: LimitFn) -> Pieces:
+        if self._slicer.cost is not None:
+            return self._cut_by_cost(limit_of(()))
+        sizes = self._slicer.sizes(self._layout.rows, limit_of(self._shape))
+        pieces = tuple(Piece(size, size, self._shape, size > 1) for size in sizes)
+        return Pieces(pieces, lambda: self._in_order(sizes))
+
+    def _in_order(self, sizes: Sequence[int]) -> Iterator[Any]:
+        start = 0
+        for size in sizes:
+            yield narrow_rows(self._batch, self._layout, start, size)
+            start += size
+
+    def first(self, sizes: Sequence[int]) -> list[Any]:
+        return list(self._in_order(sizes))
+
+    def _cut_by_cost(self, limit: float) -> Pieces:
+        if self._costs is None:
+            self._costs = [self._cost([row]) for row in range(self._layout.rows)]
+            refuse_above(self._costs, self._slicer.max_cost)
+        packed = pack(self._costs, self._cost, min(limit, self._slicer.max_cost))
+        pieces = tuple(Piece(len(rows), self._cost(rows), (), len(rows) > 1, tuple(rows)) for rows in packed)
+        return Pieces(pieces, lambda: (self._taken(rows) for rows in packed))
+
+    def _taken(self, rows: Sequence[int]) -> Any:
+        return take_rows(self._batch, self._layout, len(rows), rows)
+
+    def _cost(self, rows: Sequence[int]) -> float:
+        assert self._slicer.cost is not None
+        cost = float(self._slicer.cost(self._taken(rows)))
+        if not 0 <= cost < inf:
+            raise InvalidRequestError(f"cost= gave {cost} for a micro-batch; expected a finite number >= 0.")
+        return cost
+
+
+@final
+class _SplitShare(AbstractShare):
+    """A batch that only the user's `split` may cut."""
+
+    def __init__(self, slicer: Slicer, batch: Any) -> None:
+        self._slicer, self._batch = slicer, batch
+        try:
+            self._count = find_layout(batch, slicer.batch_dim).rows
+        except InvalidRequestError:
+            self._count = opaque_length(batch)
+        self.rows = self._count
+
+    def cut(self, limit_of: LimitFn) -> Pieces:
+        sizes = self._slicer.sizes(self._count, limit_of(()))
+        parts = self.first(sizes)
+        return Pieces(tuple(Piece(size, size, (), size > 1) for size in sizes), lambda: iter(parts))
+
+    def first(self, sizes: Sequence[int]) -> list[Any]:
+        assert self._slicer.split is not None
+        return parts_of(self._slicer.split, self._batch, sizes, self._count - sum(sizes))
+
+
+@final
+class _ReadyShare(AbstractShare):
+    """Ready micro-batches: taken as they are, cut only where one of their shape has run out of memory before."""
+
+    rows = None
+
+    def __init__(self, slicer: Slicer, micro_batches: Sequence[Any]) -> None:
+        self._slicer, self._micro_batches = slicer, micro_batches
+        self._layouts = [self._layout(batch) for batch in micro_batches]
+
+    def _layout(self, batch: Any) -> Layout | None:
+        try:
+            layout = find_layout(batch, self._slicer.batch_dim)
+            refuse_doubtful_layout(batch, layout, self._slicer.batch_dim)
+        except InvalidRequestError:
+            return None
+        return layout
+
+    def cut(self, limit_of: LimitFn) -> Pieces:
+        ready = zip(self._micro_batches, self._layouts, strict=True)
+        cuts = [self._sizes(batch, layout, limit_of) for batch, layout in ready]
+        return Pieces(tuple(piece for pieces in cuts for piece in pieces), lambda: self._made(cuts))
+
+    def _sizes(self, batch: Any, layout: Layout | None, limit_of: LimitFn) -> tuple[Piece, ...]:
+        shape = () if layout is None or self._slicer.split is not None else shape_of(batch, layout)
+        rows = _opaque_rows(batch) if layout is None else layout.rows
+        uncuttable = layout is None and self._slicer.split is None
+        if rows is None or uncuttable or self._slicer.cost is not None:
+            return (Piece(rows, rows or 1, shape, False),)
+        limit = limit_of(shape)
+        sizes = (rows,) if limit >= rows else split_rows(rows, steps_for(rows, int(limit)))
+        return tuple(Piece(size, size, shape, size > 1) for size in sizes)
+
+    def first(self, sizes: Sequence[int]) -> list[Any]:
+        raise InvalidRequestError("a window of ready micro-batches is no whole batch; expected a batch that can be cut.")
+
+    def _made(self, cuts: Sequence[Sequence[Piece]]) -> Iterator[Any]:
+        for batch, layout, pieces in zip(self._micro_batches, self._layouts, cuts, strict=True):
+            if len(pieces) == 1:
+                # New containers, as a loader's are: a step that pops its labels must find them again in a replay.
+                yield mapped(batch, {}, (), lambda leaf, how: leaf)
+            elif self._slicer.split is not None:
+                yield from parts_of(self._slicer.split, batch, [piece.rows or 0 for piece in pieces])
+            else:
+                assert layout is not None
+                yield from _RowShare(self._slicer, batch, layout)._in_order([piece.rows or 0 for piece in pieces])
+
+
+def shape_of(batch: Any, layout: Layout) -> Shape:
+    """The parts of a batch, each with its shape without the rows; items of lists by the size of the largest one."""
+    shape: list[tuple[str, tuple[int, ...]]] = []
+    leaves = dict(leaves_of(batch))
+    for path, how in layout.cuts.items():
+        if how == "items":
+            inner = [leaf for at, leaf in leaves.items() if covers(at, path) and is_array(leaf)]
+            shape.append((name_of(path), (_largest_item(inner),)))
+        else:
+            sizes = leaves[path].shape
+            shape.append((name_of(path), tuple(int(size) for dim, size in enumerate(sizes) if dim != how)))
+    return tuple(shape)
+
+
+def _largest_item(arrays: Sequence[Any]) -> int:
+    """Elements of the largest one, up to the next power of two: every image size as a shape of its own teaches nothing."""
+    return 1 << max((item_size(array) for array in arrays), default=0).bit_length()
+
+
+def _has_no_rows(batch: Any) -> bool:
+    """Nothing at all, an empty container, or tensors of which none has an element."""
+    if batch is None:
+        return True
+    arrays = [leaf for _, leaf in leaves_of(batch) if is_array(leaf) and leaf.ndim]
+    if arrays:
+        return all(0 in array.shape[:1] for array in arrays)
+    return isinstance(batch, (list, tuple, dict)) and not list(children_of(batch))
+
+
+def _opaque_rows(batch: Any) -> int | None:
+    try:
+        return opaque_length(batch)
+    except InvalidRequestError:
+        return None

@@ -1,0 +1,1 @@
+"""Is accumulation exact for this model and loss? Measured, never inferred from a signature."""

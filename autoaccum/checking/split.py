@@ -1,0 +1,125 @@
+"""Comparing a whole batch with a split of it without leaving a trace: in which precision, and how much of it fits."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autoaccum.batches.slicing import AbstractShare, Slicer
+from autoaccum.batches.weights import Weigher
+from autoaccum.catching import Failure, attempted
+from autoaccum.checking.examination import Examination
+from autoaccum.devices import device_for
+from autoaccum.devices.base import AbstractDevice, Verdict
+from autoaccum.errors import InvalidRequestError
+from autoaccum.losses import MicroBatchLoss
+from autoaccum.preserve import Snapshot, preserved
+from autoaccum.records import CheckResult
+from autoaccum.schedule import whole_number
+from autoaccum.workload import Workload
+
+
+def check_split(
+    module: nn.Module,
+    batch: Any,
+    loss: MicroBatchLoss,
+    weigher: Weigher,
+    slicer: Slicer,
+    *,
+    optimizer: Optimizer,
+    device: AbstractDevice,
+    max_rows: int | None = None,
+    steps_of: Callable[[int], int] = lambda rows: 2,
+) -> CheckResult:
+    """Compare the gradient of a whole batch with that of an uneven split of it; see `Accumulator.check`.
+
+    Args:
+        steps_of: Into how many micro-batches training would cut so many rows.
+    """
+    share = slicer.share(batch)
+    rows = share.rows if share.rows is not None else len(share.first([]))
+    whole_rows = rows
+    rows = min(rows, max_rows or rows)
+    if rows < 2:
+        raise InvalidRequestError(f"a check needs a batch of at least 2 rows, to be split; this one has {rows}.")
+    with preserved(module, optimizer, device=device.torch_device) as snapshot:
+        while True:
+            examined = _examined(module, share, rows, loss, weigher, optimizer, device, snapshot, steps_of)
+            if not isinstance(examined, Failure):
+                break
+            if rows <= 2:
+                raise examined.error
+            rows = max(2, rows // 2)
+    if rows in (whole_rows, max_rows):
+        return examined
+    note = f"{whole_rows} rows did not fit into memory at once: {rows} were compared."
+    return _with_notes(examined, (note,))
+
+
+def check_workload(workload: Workload, rows: int, device: object = None) -> CheckResult:
+    """What `check_split` says of a workload's own sample, `rows` of it.
+
+    Raises:
+        InvalidRequestError: When fewer than 2 rows are asked for, or there is no such device.
+        Exception: Whatever the user's code raises.
+    """
+    workload.set_training_mode()
+    source = workload.source
+    count = whole_number(rows, "rows", "the rows to compare")
+    batch = source.take(count if source.length is None else min(count, source.length))
+    result = check_split(
+        workload.module,
+        batch,
+        workload.loss,
+        workload.weigher,
+        Slicer(inf, batch_dim=workload.batch_dim, split=workload.split),
+        optimizer=workload.make_optimizer(),
+        device=device_for(device, workload.device),
+    )
+    return _with_notes(result, tuple(workload.warnings))
+
+
+def _with_notes(result: CheckResult, notes: tuple[str, ...]) -> CheckResult:
+    fields = {name: getattr(result, name) for name in CheckResult.__struct_fields__}
+    return CheckResult(**{**fields, "notes": (*result.notes, *notes)})
+
+
+def _examined(
+    module: nn.Module,
+    share: AbstractShare,
+    rows: int,
+    loss: MicroBatchLoss,
+    weigher: Weigher,
+    optimizer: Optimizer,
+    device: AbstractDevice,
+    snapshot: Snapshot,
+    steps_of: Callable[[int], int],
+) -> CheckResult | Failure:
+    """In float64, and where something refuses that in the model's own precision."""
+
+    def run(dtype: torch.dtype | None) -> CheckResult | Failure:
+        def examine() -> CheckResult:
+            return Examination(module, share, rows, loss, weigher, optimizer, device, steps_of, dtype).result()
+
+        outcome = attempted(examine, (Verdict.TOO_LARGE, Verdict.UNCLEAR))
+        if isinstance(outcome, Failure):
+            gc.collect()
+            device.release()
+            snapshot.restore()
+        return outcome
+
+    try:
+        return run(torch.float64)
+    except Exception as error:  # noqa: BLE001 - whatever a model says of float64, it may run as it is; else its own error follows
+        refusal = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+    snapshot.restore()
+    outcome = run(None)
+    if isinstance(outcome, Failure):
+        return outcome
+    return _with_notes(outcome, (f"compared in {outcome.dtype}, because float64 was refused ({refusal}).",))

@@ -1,0 +1,233 @@
+"""The gradients of one window: from None, micro-batch by micro-batch, to what the optimizer steps with.
+
+Decides in which precision they accumulate, who receives them, and how they are measured and clipped. Knows no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from autoaccum.errors import InvalidRequestError
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+# Gradients of some other dtype than the parameter's: torch.Tensor.grad_dtype, since torch 2.9.
+_HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
+_REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"  # its backward refuses `inputs=`
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters that an optimizer trains, each once."""
+    found = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    return list(found.values())
+
+
+@final
+class Backward:
+    """The backward pass of a micro-batch, with gradients for the given parameters and for no others.
+
+    What else the loss leads to (the discriminator, in a generator's loss; parameters that another optimizer has) is looked
+    for at the first micro-batch. Only where there is such a thing is torch told whose gradients are wanted, which costs a
+    walk over the graph each time.
+
+    Args:
+        scaler: Multiplies the loss.
+        look_for_others: False where parameters stand in for others while they run, as FSDP's do.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler | None = None, *, look_for_others: bool = True) -> None:
+        self._scaler = scaler
+        self._strangers: list[nn.Parameter] | None = None if look_for_others else []
+        self._by_inputs = False
+
+    def __call__(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
+        """Add this loss's gradients to those of the parameters."""
+        if self._strangers is None:
+            self._strangers, reentrant = _strangers(loss, {id(parameter) for parameter in parameters})
+            self._by_inputs = bool(self._strangers) and not reentrant
+            held = [p for p in self._strangers if p.grad is not None]
+            if held and reentrant:
+                raise InvalidRequestError(
+                    f"the loss leads to {len(held)} parameters of another optimizer that hold gradients, and reentrant "
+                    "checkpointing would add to them; use checkpoint(..., use_reentrant=False), or step that one first."
+                )
+        scaled = loss if self._scaler is None else self._scaler.scale(loss)
+        if self._by_inputs:
+            torch.autograd.backward(scaled, inputs=list(parameters))
+            return
+        scaled.backward()  # type: ignore[no-untyped-call]
+        for parameter in self._strangers:
+            parameter.grad = None
+
+
+def _strangers(loss: Tensor, own: set[int]) -> tuple[list[nn.Parameter], bool]:
+    """Parameters that a loss leads to besides its own, and whether reentrant checkpointing hides a part of its graph."""
+    found: dict[int, nn.Parameter] = {}
+    seen: set[Any] = set()
+    waiting, reentrant = [loss.grad_fn], False
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        reentrant = reentrant or node.name() == _REENTRANT_CHECKPOINT
+        leaf = getattr(node, "variable", None)  # only AccumulateGrad has one
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
+            found[id(leaf)] = leaf
+        waiting += [following for following, _ in node.next_functions]
+    return list(found.values()), reentrant
+
+
+@final
+class Accumulation:
+    """Where the gradients of one window add up.
+
+    Gradients of bfloat16 and float16 parameters add up in float32: natively every addition rounds, and 256 micro-batches
+    lose five times the precision of one (measured: relative error 0.0049 for 1, 0.0233 for 256, flat in float32).
+
+    Args:
+        parameters: Without gradients.
+        backward: The backward pass.
+        wide: Whether low precision adds up in float32. Not needed for a single micro-batch.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], backward: Backward, *, wide: bool) -> None:
+        self.parameters = parameters
+        self._backward = backward
+        low = [p for p in parameters if p.dtype in _LOW_PRECISION and not is_traceable_wrapper_subclass(p)] if wide else []
+        self._low = low
+        self._own_dtypes: list[Any] = []
+        self._apart: dict[int, Tensor] = {}  # float32 sums, where a parameter cannot hold one
+        self._sparse: list[Tensor] | None = None
+        if _HAS_GRAD_DTYPE:
+            self._own_dtypes = [parameter.grad_dtype for parameter in low]
+            for parameter in low:
+                parameter.grad_dtype = torch.float32
+
+    def add(self, loss: Tensor) -> None:
+        """Run the backward pass of one micro-batch's part of the loss."""
+        self._backward(loss, self.parameters)
+        if self._sparse is None:
+            self._sparse = [p for p in self.parameters if p.grad is not None and p.grad.is_sparse]
+        for parameter in self._sparse:  # else their entries grow with every micro-batch
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.coalesce()
+        if not _HAS_GRAD_DTYPE:
+            self._set_apart()
+
+    def _set_apart(self) -> None:
+        for parameter in self._low:
+            if parameter.grad is not None:
+                summed = self._apart.get(id(parameter))
+                self._apart[id(parameter)] = parameter.grad.float() if summed is None else summed.add_(parameter.grad)
+                parameter.grad = None
+
+    def gradients(self) -> list[Tensor | None]:
+        """The gradient of every parameter, in the precision in which it adds up."""
+        return [self._apart.get(id(parameter), parameter.grad) for parameter in self.parameters]
+
+    def fill(self, index: int) -> None:
+        """Give a parameter without a gradient one of zeros, because another rank has one."""
+        parameter = self.parameters[index]
+        zeros = torch.zeros_like(parameter, dtype=torch.float32 if self._is_low(parameter) else None)
+        self.set(index, zeros)
+
+    def set(self, index: int, gradient: Tensor) -> None:
+        """Put a gradient in the place of a parameter's own."""
+        parameter = self.parameters[index]
+        if self._is_low(parameter) and not _HAS_GRAD_DTYPE:
+            self._apart[id(parameter)] = gradient
+        else:
+            parameter.grad = gradient
+
+    def _is_low(self, parameter: Tensor) -> bool:
+        return any(parameter is low for low in self._low)
+
+    def narrow(self) -> None:
+        """Give every parameter its gradient in its own precision, which is what optimizers take."""
+        for index, parameter in enumerate(self._low):
+            gradient = self._apart.pop(id(parameter), parameter.grad)
+            parameter.grad = None
+            if _HAS_GRAD_DTYPE:
+                parameter.grad_dtype = self._own_dtypes[index]
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+        self._low = []
+
+    def narrow_where_apart(self) -> None:
+        """Narrow where sums are kept apart from the parameters: a gradient scaler looks at the parameters."""
+        if not _HAS_GRAD_DTYPE:
+            self.narrow()
+
+    def discard(self) -> None:
+        """Let go of all gradients; the parameters are as they were before the window."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._apart.clear()
+        self.narrow()
+
+
+def refuse_present(parameters: Sequence[Tensor]) -> None:
+    """Refuse to add a window's gradients to others.
+
+    Raises:
+        InvalidRequestError: With the remedy.
+    """
+    held = sum(parameter.grad is not None for parameter in parameters)
+    if held:
+        raise InvalidRequestError(
+            f"{held} of the optimizer's {len(parameters)} parameters already hold gradients, which would be stepped with as "
+            "well; call optimizer.zero_grad() first (its default sets them to None)."
+        )
+
+
+def refuse_none(accumulation: Accumulation) -> None:
+    """Refuse a step when nothing that was run led to the optimizer's parameters.
+
+    Raises:
+        InvalidRequestError: With the likely reasons.
+    """
+    if all(gradient is None for gradient in accumulation.gradients()):
+        hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in accumulation.parameters)
+        raise InvalidRequestError(
+            "no parameter of the optimizer received a gradient: the training step ran nothing that leads to them. "
+            + (
+                "Some parameters have a hook that runs after their gradient is accumulated: an optimizer in the backward "
+                "pass steps for every micro-batch, and cannot be accumulated over."
+                if hooked
+                else "Does the loss depend on the model that was passed in?"
+            )
+        )
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The 2-norm over all gradients, on the device; of the whole gradient where it is sharded."""
+    if not gradients:
+        return torch.zeros(())
+    norm = torch.nn.utils.get_total_norm([_values(gradient) for gradient in gradients])
+    return norm.full_tensor() if is_traceable_wrapper_subclass(norm) else norm
+
+
+def all_finite(gradients: Sequence[Tensor], norm: Tensor) -> bool:
+    """Whether no gradient holds an infinity or NaN. Reads from the device."""
+    if bool(torch.isfinite(norm)):
+        return True
+    if any(is_traceable_wrapper_subclass(gradient) for gradient in gradients):
+        return False  # each rank has a part, and all must come to the same answer
+    # The square of a large gradient can overflow, so its norm proves nothing.
+    return all(bool(torch.isfinite(_values(gradient)).all()) for gradient in gradients)
+
+
+def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients down so that their norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does."""
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # 1e-6: clip_grad_norm_'s own
+    for gradient in gradients:
+        _values(gradient).mul_(scale.to(gradient.device))
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient

@@ -1,0 +1,90 @@
+"""Models whose ranks must run together: FSDP2 shards parameters, SyncBatchNorm shares statistics.
+
+There collectives run inside a window. So all ranks run the same number of micro-batches, and running out of memory cannot
+be replayed: the others are already waiting in one of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import Any, final
+
+from torch import nn
+
+from autoaccum.errors import InvalidRequestError
+from autoaccum.ranks import Ranks
+
+_ENGINES = {
+    "DeepSpeedEngine": "its engine owns the gradients and steps them itself; give it the plan's numbers "
+    "(train_micro_batch_size_per_gpu, gradient_accumulation_steps) instead.",
+    "FullyShardedDataParallel": "FSDP1 keeps flat parameters that cannot be accumulated from outside; "
+    "use torch.distributed.fsdp.fully_shard (FSDP2).",
+}
+
+
+def refuse_engines(model: object) -> None:
+    """Refuse models that take their optimizer steps in their own way.
+
+    Raises:
+        InvalidRequestError: With the reason and the remedy.
+    """
+    parts = model.modules() if isinstance(model, nn.Module) else [model]
+    for part in parts:
+        for kind in type(part).__mro__:
+            if kind.__name__ in _ENGINES and kind.__module__.split(".")[0] in ("deepspeed", "torch"):
+                raise InvalidRequestError(f"model contains a {kind.__name__}: {_ENGINES[kind.__name__]}")
+
+
+@final
+class Sharding:
+    """How the micro-batches of all ranks are kept in step, where they have to be.
+
+    Attributes:
+        is_sharded: FSDP2: gradients are reduced in the backward pass, as a mean over ranks.
+        lockstep: Every rank must run the same number of micro-batches.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded where it was never imported
+        sharded = getattr(fsdp, "FSDPModule", ())
+        self._ranks = ranks
+        self._shards: list[Any] = [part for part in module.modules() if isinstance(part, sharded)]
+        self.is_sharded = bool(self._shards)
+        synchronised = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
+        self.lockstep = ranks.world_size > 1 and (self.is_sharded or synchronised)
+
+    def scales(self, weights: Sequence[float], summed: bool) -> list[float]:
+        """What each micro-batch's loss is multiplied by; where ranks run together, as many on every rank.
+
+        Over ranks that do not run together this is the mean over this rank; the reduction makes it the mean over all.
+
+        Raises:
+            InvalidRequestError: On every rank, when ranks that run together do not all have data.
+        """
+        total, count = sum(weights), len(weights)
+        if self.lockstep:
+            given = self._ranks.gather((total, count))
+            if not all(of_rank for _, of_rank in given):
+                raise InvalidRequestError(
+                    "a rank has no data in this window, but FSDP and SyncBatchNorm need all ranks to run; "
+                    "give every rank at least one row."
+                )
+            count = max(of_rank for _, of_rank in given)
+            total = sum(weight for weight, _ in given) if self.is_sharded else total
+        size = self._ranks.world_size if self.is_sharded else 1  # FSDP divides by it
+        scales = [size * (1.0 if summed else weight / total if total else 0.0) for weight in weights]
+        return scales + [0.0] * (count - len(scales))
+
+    def padded(self, micro_batches: Iterable[Any], weights: Sequence[float], count: int) -> Iterator[Any]:
+        """The micro-batches, and the last one again as often as other ranks have more."""
+        last: Any = None
+        for last in micro_batches:
+            yield last
+        yield from repeat(last, count - len(weights))
+
+    def entering(self, index: int, count: int) -> None:
+        """Before micro-batch `index` of `count`: replicas of shards (HSDP) exchange gradients after the last one only."""
+        for shard in self._shards:
+            shard.set_requires_all_reduce(index == count - 1, recurse=False)
