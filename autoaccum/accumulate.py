@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger("autoaccum")
 
-_WORTH_A_REPLAY = (Verdict.TOO_LARGE, Verdict.UNCLEAR, Verdict.CEILING)
+_TOO_LARGE = (Verdict.TOO_LARGE, Verdict.UNCLEAR, Verdict.CEILING)
 
 
 @final
@@ -124,6 +124,7 @@ class Accumulator:
             )
         _check_options(scaler, max_grad_norm, scheduler, on_oom, split)
         self._model, self._module, self._optimizer, self._plan = model, module, optimizer, plan
+        self._wrapped = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._max_grad_norm, self._scheduler, self._on_oom = max_grad_norm, scheduler, on_oom
         self._loss = MicroBatchLoss(module, loss_fn, training_step)
@@ -292,14 +293,13 @@ class _Run:
         acc, stack = self.acc, ExitStack()
         if acc._plan is not None:
             stack.enter_context(acc._plan.applied(acc._module, acc._optimizer))
-        for module in acc._model.modules():
-            if isinstance(module, DistributedDataParallel):  # a step may call the wrapped model by a name of its own
-                stack.enter_context(module.no_sync())
+        for wrapped in acc._wrapped:  # a step may call the wrapped model by a name of its own
+            stack.enter_context(wrapped.no_sync())
         return stack
 
     def attempt(self) -> bool:
         """Accumulate the whole window once; False when it has to be run again in smaller micro-batches."""
-        outcome = self.guarded(lambda: attempted(self._accumulate, _WORTH_A_REPLAY))
+        outcome = self.guarded(lambda: attempted(self._accumulate, (*_TOO_LARGE, Verdict.FLOOR)))
         if isinstance(outcome, Failure):
             return self._recover(outcome)
         self.loss = outcome
@@ -378,8 +378,8 @@ class _Run:
         return [float(piece.rows or 0) for piece in self.pieces]
 
     def _gradients(self) -> list[Tensor | None]:
-        """One entry per parameter on every rank; none where FSDP has reduced them already."""
-        if self.acc._sharding.is_sharded:
+        """One entry per parameter on every rank; none where there is nothing to reduce, or FSDP has done it already."""
+        if self.acc._sharding.is_sharded or self.acc._reducer.world_size == 1:
             return []
         return [None] * len(self._parameters) if self.accumulation is None else self.accumulation.gradients()
 
@@ -396,18 +396,35 @@ class _Run:
                 self.acc._reducer.agree(Standing(Status.FAILED), self._gradients())
 
     def _recover(self, failure: Failure) -> bool:
-        """After running out of memory: go back to the start, with a smaller limit on every rank."""
-        acc, piece = self.acc, self.piece_at_work()
+        """After a failure that depends on the size: go back to the start, and cut otherwise, on every rank."""
+        acc, phase = self.acc, self.progress.phase
         lost = self._set_back()
-        hindrance = self._hindrance(piece, lost)
+        hindrance = self._hindrance(lost) or self._cut_otherwise(failure)
         if hindrance is not None:
             failure.error.add_note(f"autoaccum did not replay the window: {hindrance}")
             self._tell_failure()
             raise failure.error
-        limit = acc._caps.fail(piece.shape, piece.size)
+        piece = self.piece_at_work()
+        limit = acc._caps.limit(piece.shape)
         agreement = acc._reducer.agree(Standing(Status.OUT_OF_MEMORY, limit=limit), self._gradients())
-        self._note_replay(agreement.limit, f"micro-batch of {piece.size:g} in the {self.progress.phase} pass")
+        self._note_replay(agreement.limit, f"{failure.message.splitlines()[0]} ({piece.size:g} rows, {phase} pass)")
         return False
+
+    def _cut_otherwise(self, failure: Failure) -> str | None:
+        """Learn from the failure how to cut; why that is impossible, if it is."""
+        slicer, caps, piece, floor = self.acc._slicer, self.acc._caps, self.piece_at_work(), self.acc._slicer.at_least
+        if failure.row.verdict is Verdict.FLOOR:
+            slicer.at_least = max(floor, (piece.rows or 0) + 1)
+        elif piece.cuttable:
+            caps.fail(piece.shape, piece.size)
+        else:
+            rows = "a single row" if piece.rows == 1 else "a micro-batch that cannot be cut (batch_dim= or split= may help)"
+            return f"it failed with {rows}."
+        assert self._share is not None
+        if self._share.cut(caps.limit).pieces != self.pieces:
+            return None
+        slicer.at_least = floor
+        return f"these {sum(piece.rows or 0 for piece in self.pieces)} rows cannot be cut in another way."
 
     def _set_back(self) -> list[str]:
         self.loss = None
@@ -416,17 +433,16 @@ class _Run:
         self.acc._device.release()
         return lost
 
-    def _hindrance(self, piece: Piece, lost: Sequence[str]) -> str | None:
-        """Why the window cannot be run again in smaller micro-batches, None when it can."""
+    def _hindrance(self, lost: Sequence[str]) -> str | None:
+        """Why the window cannot be run again at all, None when it can."""
         if self.acc._on_oom == "raise":
             return "on_oom='raise'."
         if self.acc._sharding.lockstep:
             return (
                 "ranks run together (FSDP, SyncBatchNorm), so the others wait inside the model; use a smaller micro_batch."
             )
-        if not piece.cuttable:
-            rows = "a single row" if piece.rows == 1 else "a micro-batch that cannot be cut (batch_dim= or split= may help)"
-            return f"it ran out of memory with {rows}."
+        if not self.pieces:
+            return "it failed before the batch was cut."
         if lost:
             return f"the buffers {', '.join(lost[:5])} have changed and no copy of them was kept."
         if any(tensor._version != version for tensor, version in self._versions):
@@ -447,7 +463,7 @@ class _Run:
         lost = self._set_back()
         if lost:
             self.guarded(lambda: _raise_lost(lost))
-        self._note_replay(agreement.limit, "another rank")
+        self._note_replay(agreement.limit, "another rank could not run it")
         return False
 
     def _note_replay(self, limit: float, where: str) -> None:
@@ -455,7 +471,7 @@ class _Run:
             self.acc._caps.lower(piece.shape, piece.size, limit)
         self._replays += 1
         self.acc._counts["replays"] += 1
-        logger.warning("out of memory (%s): the window is run again in micro-batches of at most %g", where, limit)
+        logger.warning("the window is run again, in micro-batches of at most %g: %s", limit, where)
 
     def finish(self) -> StepResult:
         """Take the step that all ranks agreed on."""
@@ -514,7 +530,7 @@ class _Run:
             with suppress(AssertionError):  # it has seen no gradient yet
                 acc._scaler.update()
         row = recognise(error, ERROR_ROWS)
-        if row is not None and row.verdict in _WORTH_A_REPLAY:
+        if row is not None and row.verdict in _TOO_LARGE:
             error.add_note(
                 "autoaccum does not replay an optimizer step: parameters and optimizer state may be changed in part. Go "
                 "back to a checkpoint, and leave the optimizer more room: a smaller budget or micro_batch, or foreach=False."
@@ -611,7 +627,7 @@ class OpenWindow:
     def _advise(self, error: BaseException) -> None:
         run = self._run
         row = recognise(error, ERROR_ROWS)
-        if row is None or row.verdict not in _WORTH_A_REPLAY or not run.pieces:
+        if row is None or row.verdict not in _TOO_LARGE or not run.pieces:
             return
         piece = run.piece_at_work()
         if piece.cuttable:

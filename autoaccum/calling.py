@@ -5,8 +5,9 @@ Knows nothing of optimizers, memory or trials.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,15 +55,24 @@ def call(module: nn.Module, inputs: Any) -> Any:
 
 def binds(module: nn.Module, *args: Any, **kwargs: Any) -> bool:
     """Whether the forward of the module can be called so; when that cannot be seen, it is taken to be."""
-    try:
-        signature = inspect.signature(module.forward)
-    except (TypeError, ValueError):
+    forward = module.forward
+    function = getattr(forward, "__func__", None)  # the class's own: its signature is looked up once, not at every call
+    signature = _signature(forward if function is None else function)
+    if signature is None:
         return True
     try:
-        signature.bind(*args, **kwargs)
+        signature.bind(*(() if function is None else (module,)), *args, **kwargs)
     except TypeError:
         return False
     return True
+
+
+@functools.lru_cache(maxsize=256)
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
 
 
 def is_item_list(batch: Any) -> bool:

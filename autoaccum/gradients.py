@@ -129,6 +129,8 @@ class Accumulation:
 
     def gradients(self) -> list[Tensor | None]:
         """The gradient of every parameter, in the precision in which it adds up."""
+        if not self._apart:
+            return [parameter.grad for parameter in self.parameters]
         return [self._apart.get(id(parameter), parameter.grad) for parameter in self.parameters]
 
     def fill(self, index: int) -> None:

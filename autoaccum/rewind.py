@@ -30,12 +30,13 @@ class Rewinder:
     """Marks the start of a window and goes back to it.
 
     Args:
-        module: Its buffers are kept, those of modules that join later as well.
+        module: Its buffers are kept.
         device: Whose generator is kept besides the CPU's.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._module, self._device = module, device
+        self._device = device
+        self._registries = [part._buffers for part in module.modules()]
         self._random: list[Callable[[], None]] = []
         self._buffers: list[_Kept] = []
         self._moving: set[tuple[int, str]] = set()  # large buffers that are known to change
@@ -47,10 +48,10 @@ class Rewinder:
         self._random = keep_random_states(self._device)
         self._buffers = []
         with torch.no_grad():
-            for module in self._module.modules():
-                for name, buffer in module._buffers.items():
+            for registry in self._registries:
+                for name, buffer in registry.items():
                     if buffer is not None:
-                        self._buffers.append(self._kept(module._buffers, name, buffer))
+                        self._buffers.append(self._kept(registry, name, buffer))
 
     def _kept(self, registry: dict[str, Tensor | None], name: str, buffer: Tensor) -> _Kept:
         moves = self._is_first or (id(registry), name) in self._moving

@@ -10,16 +10,20 @@ from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import Any, NamedTuple, final
 
+from torch import Tensor
+
 from autoaccum.batches.cutting import narrow_rows, take_rows
 from autoaccum.batches.layout import BatchDim, Layout, find_layout, refuse_doubtful_layout
 from autoaccum.batches.packing import pack, refuse_above
 from autoaccum.batches.sources import SplitFn, item_size, opaque_length, parts_of
-from autoaccum.batches.structure import children_of, covers, is_array, leaves_of, mapped, name_of
+from autoaccum.batches.structure import children_of, covers, is_array, leaves_of, mapped, name_of, nodes_of
 from autoaccum.caps import Shape
 from autoaccum.errors import InvalidRequestError
 from autoaccum.schedule import balanced, split_rows, steps_for
 
 CostFn = Callable[[Any], float]
+
+_LAYOUTS_KEPT = 64
 
 
 @final
@@ -119,6 +123,7 @@ class Slicer:
         self.micro_batch, self.batch_dim, self.split = micro_batch, batch_dim, split
         self.multiple_of, self.at_least, self.planned = multiple_of, at_least, planned
         self.cost, self.max_cost = cost, max_cost
+        self._layouts: dict[Any, Layout] = {}
 
     def share(self, batch: Any) -> AbstractShare:
         """What is to be cut: a whole batch, or a `Window` of ready micro-batches; None and no rows are an empty share.
@@ -130,11 +135,25 @@ class Slicer:
             return _ReadyShare(self, batch.micro_batches)
         if _has_no_rows(batch):
             return _ReadyShare(self, ())
-        if self.split is not None:
-            return _SplitShare(self, batch)
-        layout = find_layout(batch, self.batch_dim)
-        refuse_doubtful_layout(batch, layout, self.batch_dim)
-        return _RowShare(self, batch, layout)
+        return _RowShare(self, batch, self.layout(batch)) if self.split is None else _SplitShare(self, batch)
+
+    def layout(self, batch: Any) -> Layout:
+        """Where the rows are; looked for once for all batches that are built alike.
+
+        Raises:
+            InvalidRequestError: When they cannot be told.
+        """
+        built = tuple(
+            (path, type(node), (node.shape, node.dtype) if is_array(node) else None) for path, node in nodes_of(batch)
+        )
+        known = self._layouts.get(built)
+        if known is None:
+            known = find_layout(batch, self.batch_dim)
+            refuse_doubtful_layout(batch, known, self.batch_dim)
+            if len(self._layouts) >= _LAYOUTS_KEPT:  # a new one for every batch: lists of items of all sizes
+                self._layouts.clear()
+            self._layouts[built] = known
+        return known
 
     def sizes(self, rows: int, limit: float) -> tuple[int, ...]:
         """Near even sizes over these rows, none above the limit."""
@@ -158,13 +177,21 @@ class _RowShare(AbstractShare):
         self._slicer, self._batch, self._layout = slicer, batch, layout
         self.rows, self._shape = layout.rows, shape_of(batch, layout)
         self._costs: list[float] | None = None
+        leaves = dict(leaves_of(batch)) if layout.cuts else {}
+        self._cuts_views = all(
+            how == "items" or (how == 0 and isinstance(leaves[path], Tensor) and leaves[path].is_contiguous())
+            for path, how in layout.cuts.items()
+        )
 
     def cut(self, limit_of: LimitFn) -> Pieces:
         if self._slicer.cost is not None:
             return self._cut_by_cost(limit_of(()))
         sizes = self._slicer.sizes(self._layout.rows, limit_of(self._shape))
         pieces = tuple(Piece(size, size, self._shape, size > 1) for size in sizes)
-        return Pieces(pieces, lambda: self._in_order(sizes))
+        if not self._cuts_views:
+            return Pieces(pieces, lambda: self._in_order(sizes))
+        made = list(self._in_order(sizes))  # views take no memory, and making them twice takes time
+        return Pieces(pieces, lambda: iter(made))
 
     def _in_order(self, sizes: Sequence[int]) -> Iterator[Any]:
         start = 0
@@ -228,11 +255,9 @@ class _ReadyShare(AbstractShare):
 
     def _layout(self, batch: Any) -> Layout | None:
         try:
-            layout = find_layout(batch, self._slicer.batch_dim)
-            refuse_doubtful_layout(batch, layout, self._slicer.batch_dim)
+            return self._slicer.layout(batch)
         except InvalidRequestError:
             return None
-        return layout
 
     def cut(self, limit_of: LimitFn) -> Pieces:
         ready = zip(self._micro_batches, self._layouts, strict=True)
