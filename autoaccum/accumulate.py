@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from math import inf, isfinite, nan
 from typing import Any, Literal, Self, TypeVar, final
@@ -294,7 +294,7 @@ class _Run:
         if acc._plan is not None:
             stack.enter_context(acc._plan.applied(acc._module, acc._optimizer))
         for wrapped in acc._wrapped:  # a step may call the wrapped model by a name of its own
-            stack.enter_context(wrapped.no_sync())
+            stack.enter_context(_unsynchronised(wrapped))
         return stack
 
     def attempt(self) -> bool:
@@ -438,9 +438,7 @@ class _Run:
         if self.acc._on_oom == "raise":
             return "on_oom='raise'."
         if self.acc._sharding.lockstep:
-            return (
-                "ranks run together (FSDP, SyncBatchNorm), so the others wait inside the model; use a smaller micro_batch."
-            )
+            return "ranks run together (FSDP, SyncBatchNorm): the others wait inside the model. Use a smaller micro_batch."
         if not self.pieces:
             return "it failed before the batch was cut."
         if lost:
@@ -471,7 +469,8 @@ class _Run:
             self.acc._caps.lower(piece.shape, piece.size, limit)
         self._replays += 1
         self.acc._counts["replays"] += 1
-        logger.warning("the window is run again, in micro-batches of at most %g: %s", limit, where)
+        cut = "cut otherwise" if limit == inf else f"in micro-batches of at most {limit:g}"
+        logger.warning("the window is run again, %s: %s", cut, where)
 
     def finish(self) -> StepResult:
         """Take the step that all ranks agreed on."""
@@ -636,6 +635,18 @@ class OpenWindow:
                 "autoaccum cannot replay a loop of one's own. The window is undone; run the block again, and it will use "
                 f"micro-batches of at most {limit:g}, or use Accumulator.step, which replays by itself."
             )
+
+
+@contextmanager
+def _unsynchronised(wrapped: DistributedDataParallel) -> Iterator[None]:
+    """No collective in forward or backward: no_sync leaves the first forward's broadcast of buffers."""
+    before = wrapped.require_forward_param_sync
+    wrapped.require_forward_param_sync = False
+    try:
+        with wrapped.no_sync():
+            yield
+    finally:
+        wrapped.require_forward_param_sync = before
 
 
 def _raise_lost(lost: Sequence[str]) -> None:
