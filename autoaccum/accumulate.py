@@ -130,6 +130,8 @@ class Accumulator:
         self._loss = MicroBatchLoss(module, loss_fn, training_step)
         self._weigher = Weigher(weight, None if training_step is not None else loss_fn)
         self._device = device_for(None, single_device(module))
+        if process_group is None and isinstance(model, DistributedDataParallel):
+            process_group = model.process_group
         self._reducer = Reducer(process_group)
         self._slicer = _slicer(plan, micro_batch, cost, max_cost, self._reducer, batch_dim=batch_dim, split=split)
         self._caps = Caps(whole=cost is None)
@@ -137,6 +139,13 @@ class Accumulator:
         self._backward = Backward(self._scaler, look_for_others=not self._sharding.is_sharded)
         self._rewinder = Rewinder(module, self._device.torch_device)
         self._counts = {"windows": 0, "skipped": 0, "replays": 0}
+        self._fingerprinted = bool(self._wrapped) or self._sharding.is_sharded  # those start with the same parameters
+
+    def _fingerprint(self) -> float:
+        """The sum of all parameters, before the first step of a model that nothing has made the same on all ranks."""
+        if self._fingerprinted or self._reducer.world_size == 1:
+            return 0.0
+        return sum(float(parameter.detach().double().sum()) for parameter in self._module.parameters())
 
     def step(self, batch: Any) -> StepResult:
         """Take one optimizer step with the gradient of this rank's whole batch, together with all other ranks' batches.
@@ -315,7 +324,10 @@ class _Run:
 
     def abandon(self, error: BaseException) -> None:
         """Undo the window, and let no other rank wait for this one."""
-        self.undo()
+        try:
+            self.undo()
+        except RuntimeError as failure:  # a lost device context: the user's error matters more than this one
+            error.add_note(f"autoaccum could not undo the window: {failure}")
         if isinstance(error, Exception):  # Ctrl-C reaches every rank by itself
             self._tell_failure()
 
@@ -451,12 +463,13 @@ class _Run:
         """Hear how the window went on the other ranks; False when one of them ran out of memory."""
         acc = self.acc
         try:
-            agreement = acc._reducer.agree(Standing(Status.DONE, self._weight), self._gradients())
+            standing = Standing(Status.DONE, self._weight, fingerprint=acc._fingerprint())
+            agreement = acc._reducer.agree(standing, self._gradients())
         except BaseException:
             self.undo()
             raise
         if agreement.status is Status.DONE:
-            self._agreement = agreement
+            self._agreement, acc._fingerprinted = agreement, True
             return True
         lost = self._set_back()
         if lost:
@@ -476,10 +489,10 @@ class _Run:
         """Take the step that all ranks agreed on."""
         acc, agreement = self.acc, self._agreement
         assert agreement is not None and self.accumulation is not None
-        acc._counts["windows"] += 1
         sizes = tuple(piece.rows for piece in self.pieces)
         if not agreement.weight:
             self.accumulation.discard()
+            acc._counts["windows"] += 1
             acc._counts["skipped"] += 1
             logger.warning("a window without any weight (no rows, or no labels that count) took no step")
             return StepResult(loss=nan, weight=0.0, micro_batch_sizes=sizes, replays=self._replays, skipped=True)
@@ -488,10 +501,11 @@ class _Run:
         try:
             step = self._step(agreement, part)
             loss = 0.0 if self.loss is None else float(self.loss) * part
-        except Exception as error:
+        except BaseException as error:
             self._give_up(error)
             raise
         loss = acc._reducer.settle(failed=False, loss=loss)
+        acc._counts["windows"] += 1
         if not step.taken:
             acc._counts["skipped"] += 1
             logger.warning("a gradient was not finite: the window took no step")
@@ -520,7 +534,7 @@ class _Run:
             acc._scheduler.step()
         return step
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """After an error in the step itself, which cannot be taken back."""
         acc = self.acc
         if self.accumulation is not None:
@@ -534,8 +548,9 @@ class _Run:
                 "autoaccum does not replay an optimizer step: parameters and optimizer state may be changed in part. Go "
                 "back to a checkpoint, and leave the optimizer more room: a smaller budget or micro_batch, or foreach=False."
             )
-        with suppress(RuntimeError):
-            acc._reducer.settle(failed=True, loss=0.0)
+        if isinstance(error, Exception):
+            with suppress(RuntimeError):  # a lost connection: this rank's own error matters more
+                acc._reducer.settle(failed=True, loss=0.0)
 
 
 @final

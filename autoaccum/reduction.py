@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
-from math import inf
+from math import inf, isclose
 from typing import Any, NamedTuple, final
 
 import torch
@@ -36,11 +36,13 @@ class Standing(NamedTuple):
     Attributes:
         weight: Over all its micro-batches.
         limit: The micro-batch that it can still try, where memory ran out.
+        fingerprint: Of its parameters, where they have to be compared.
     """
 
     status: Status
     weight: float = 0.0
     limit: float = inf
+    fingerprint: float = 0.0
 
 
 class Agreement(NamedTuple):
@@ -80,27 +82,38 @@ class Reducer:
             gradients: Of every parameter, the same number on every rank.
 
         Raises:
-            RankMismatchError: When another rank failed, on the ranks that did not.
+            RankMismatchError: When another rank failed, on the ranks that did not; when their parameters differ, on all.
         """
         if self.world_size == 1:
             return Agreement(standing.weight, standing.status, standing.limit)
         world, count = self.world_size, len(gradients)
-        said = torch.zeros(1 + 2 * world + 2 * count, dtype=torch.float64)
-        said[0] = standing.weight
-        said[1 + self.ranks.rank] = float(standing.status)
-        said[1 + world + self.ranks.rank] = -1.0 if standing.limit == inf else standing.limit
-        flags = [(g is not None and not g.is_sparse, g is not None and g.is_sparse) for g in gradients]
-        if flags:
-            said[1 + 2 * world :] = torch.tensor(flags, dtype=torch.float64).T.flatten()
-        heard = self._summed(said).tolist()
-        statuses, limits = heard[1 : 1 + world], heard[1 + world : 1 + 2 * world]
+        # A column for each rank (status, limit, fingerprint), and for each kind of gradient how many ranks have it.
+        by_rank = torch.zeros(3, world, dtype=torch.float64)
+        limit = -1.0 if standing.limit == inf else standing.limit
+        by_rank[:, self.ranks.rank] = torch.tensor(
+            [float(standing.status), limit, standing.fingerprint], dtype=torch.float64
+        )
+        kinds = torch.tensor(
+            [[g is not None and not g.is_sparse for g in gradients], [g is not None and g.is_sparse for g in gradients]],
+            dtype=torch.float64,
+        )
+        said = torch.cat([torch.tensor([standing.weight], dtype=torch.float64), by_rank.flatten(), kinds.flatten()])
+        heard = self._summed(said)
+        statuses, limits, fingerprints = heard[1 : 1 + 3 * world].view(3, world).tolist()
+        dense, sparse = heard[1 + 3 * world :].view(2, count).tolist()
         self._raise_for(statuses, standing.status)
+        status = Status(int(max(statuses)))
+        if status is Status.DONE and not all(isclose(first, fingerprints[0], rel_tol=1e-9) for first in fingerprints):
+            raise RankMismatchError(
+                f"the ranks' parameters differ before the first step (their sums: {fingerprints[:4]}); give all ranks the "
+                "same, by the same seed or checkpoint, or wrap the model in DistributedDataParallel."
+            )
         return Agreement(
-            weight=heard[0],
-            status=Status(int(max(statuses))),
+            weight=float(heard[0]),
+            status=status,
             limit=min(inf if limit < 0 else limit for limit in limits),
-            dense=tuple(map(int, heard[1 + 2 * world : 1 + 2 * world + count])),
-            sparse=tuple(map(int, heard[1 + 2 * world + count :])),
+            dense=tuple(map(int, dense)),
+            sparse=tuple(map(int, sparse)),
         )
 
     def settle(self, failed: bool, loss: float) -> float:

@@ -23,10 +23,19 @@ def test_command_is_in_the_readme(command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", sorted(opt for p in cli.commands["probe"].params if isinstance(p, click.Option) for opt in p.opts)
+    "option",
+    sorted(
+        {
+            opt
+            for name in ("probe", "check")
+            for p in cli.commands[name].params
+            if isinstance(p, click.Option)
+            for opt in p.opts
+        }
+    ),
 )
 def test_option_is_in_the_readme(option: str) -> None:
-    """Every option of probe is named."""
+    """Every option of probe and check is named."""
     assert option in README
 
 
@@ -37,9 +46,11 @@ def test_options_in_the_readme_exist() -> None:
     assert named <= known
 
 
-@pytest.mark.parametrize("function", [autoaccum.autotune, autoaccum.probe], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function", [autoaccum.autotune, autoaccum.probe, autoaccum.Accumulator], ids=lambda function: function.__name__
+)
 def test_argument_is_in_the_readme(function: object) -> None:
-    """Every argument of the two functions is named, but for the model and probe's exact."""
+    """Every argument of the public functions is named."""
     assert callable(function)
     missing = [name for name in inspect.signature(function).parameters if name not in README]
     assert missing == []

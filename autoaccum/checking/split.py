@@ -49,17 +49,20 @@ def check_split(
     if rows < 2:
         raise InvalidRequestError(f"a check needs a batch of at least 2 rows, to be split; this one has {rows}.")
     with preserved(module, optimizer, device=device.torch_device) as snapshot:
-        while True:
+        found: CheckResult | None = None
+        fitted, failed = 1, rows + 1
+        while found is None or failed - fitted > max(1, failed // 8):  # close enough to the largest that fits
             examined = _examined(module, share, rows, loss, weigher, optimizer, device, snapshot, steps_of)
-            if not isinstance(examined, Failure):
-                break
-            if rows <= 2:
+            if isinstance(examined, CheckResult):
+                found, fitted = examined, rows
+            elif rows <= 2:
                 raise examined.error
-            rows = max(2, rows // 2)
-    if rows in (whole_rows, max_rows):
-        return examined
-    note = f"{whole_rows} rows did not fit into memory at once: {rows} were compared."
-    return _with_notes(examined, (note,))
+            else:
+                failed = rows
+            rows = max(2, (fitted + failed) // 2)
+    if failed > min(whole_rows, max_rows or whole_rows):
+        return found
+    return _with_notes(found, (f"{whole_rows} rows did not fit into memory at once: {fitted} were compared.",))
 
 
 def check_workload(workload: Workload, rows: int, device: object = None) -> CheckResult:
