@@ -16,12 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess, Popen
 
+import msgspec
 import psutil
 import pytest
 
 import autoaccum
 from autoaccum import Plan, ProbeResult, cli
-from autoaccum.records import PlanRecord
+from autoaccum.records import CheckResult, PlanRecord
+from autoaccum.worker import child
 from autoaccum.worker.parent import WorkerError
 
 Command = Callable[..., CompletedProcess[str]]
@@ -196,6 +198,11 @@ def test_the_side_that_waits_imports_no_torch() -> None:
         (["probe", "demo:gpt", "--markdown", "nowhere/plan.md"], "'nowhere/plan.md' does not exist"),
         (["probe", "demo:gpt", "--json", "."], "is a folder"),
         (["probe", "demo:gpt", "--json", "-", "--markdown", "-"], "only one report"),
+        (["check"], "TARGET"),
+        (["check", "demo:gpt", "--rows", "1"], "--rows"),
+        (["check", "demo:gpt", "--rows", "many"], "--rows"),
+        (["check", "demo:gpt", "--json", "nowhere/check.json"], "'nowhere/check.json' does not exist"),
+        (["check", "demo:gpt", "--json", "."], "is a folder"),
     ],
 )
 def test_usage_errors_end_before_anything_runs(
@@ -212,6 +219,7 @@ def test_usage_errors_end_before_anything_runs(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "search_in_worker", search)
+    monkeypatch.setattr(child, "checked_target", search)
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == 2
@@ -486,3 +494,125 @@ def test_plan_record_is_what_the_worker_answers(runs: dict[str, CompletedProcess
     assert runs["plan"].returncode == 0
     written = json.loads((folder / "p.json").read_text())
     assert set(written) == {"record", *PlanRecord.__struct_fields__}
+
+
+# -- check
+
+CHECKED = """
+import torch
+from torch import nn
+from torch.nn import functional
+
+import autoaccum
+
+
+def exact():
+    model = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.5), nn.Linear(4, 3))
+    return autoaccum.Workload(model, (torch.randn(4, 8), torch.randint(3, (4,))), loss_fn=functional.cross_entropy)
+
+
+def mixing():
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    return autoaccum.Workload(model, (torch.randn(4, 8), torch.randint(3, (4,))), loss_fn=functional.cross_entropy)
+
+
+def failing():
+    return [][1]
+
+
+class Failing(nn.Linear):
+    def forward(self, x):
+        raise LookupError("the table is damaged")
+
+
+def failing_forward():
+    return Failing(8, 3), torch.randn(4, 8)
+"""
+
+Check = Callable[..., tuple[object, str, str]]
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Check:
+    """Run `autoaccum check` on a target of a user's file, in the user's folder; gives exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "checked", raising=False)
+    (tmp_path / "checked.py").write_text(CHECKED)
+
+    def run(target: str, *options: str) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["check", target, *options])
+        shown = capsys.readouterr()
+        return ended.value.code, shown.out, shown.err
+
+    return run
+
+
+def test_exact_accumulation_ends_with_zero(check: Check) -> None:
+    """Where accumulation is exact, `check` says so and ends with 0, and compares 16 rows unless told otherwise."""
+    code, out, err = check("checked.py:exact")
+    assert (code, err) == (0, "")
+    assert out.startswith("exact: ") and "(11 + 5 rows against 16, float64)" in out
+
+
+def test_accumulation_that_is_not_exact_ends_with_one(check: Check) -> None:
+    """Where it is not, `check` names the layer and ends with 1."""
+    code, out, err = check("checked.py:mixing")
+    assert (code, err) == (1, "")
+    assert out.startswith("not exact\n") and "  - Layer 1: BatchNorm" in out
+
+
+def test_check_of_as_many_rows_as_asked_for(check: Check) -> None:
+    """With `--rows`, so many rows are compared."""
+    assert "(7 + 3 rows against 10, float64)" in check("checked.py:exact", "--rows", "10")[1]
+
+
+def test_check_on_the_device_asked_for(check: Check) -> None:
+    """With `--device`, the model is checked there."""
+    assert check("checked.py:exact", "--device", "cpu")[0] == 0
+
+
+@pytest.mark.parametrize(("target", "code"), [("exact", 0), ("mixing", 1)])
+def test_check_as_json_on_stdout(check: Check, target: str, code: int) -> None:
+    """`--json -` writes a CheckResult to stdout and nothing else; the exit code is the same."""
+    ended, out, err = check(f"checked.py:{target}", "--json", "-")
+    result = msgspec.json.decode(out, type=CheckResult)
+    assert (ended, err) == (code, "")
+    assert (result.exact, bool(result.reasons), result.micro_batch_sizes) == (code == 0, code == 1, (11, 5))
+
+
+@pytest.mark.parametrize(("target", "code"), [("exact", 0), ("mixing", 1)])
+def test_check_as_json_in_a_file(check: Check, tmp_path: Path, target: str, code: int) -> None:
+    """`--json FILE` writes the CheckResult, also of a check that ends with 1, beside the text on stdout."""
+    ended, out, _ = check(f"checked.py:{target}", "--json", "check.json")
+    assert ended == code and "relative error" in out
+    assert msgspec.json.decode((tmp_path / "check.json").read_bytes(), type=CheckResult).exact == (code == 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["checked.py:exakt"], "checked.py has no function 'exakt'; it has: "),
+        (["nowhere.py:exact"], "there is no file 'nowhere.py'"),
+        (["checked.py:exact", "--device", "toaster"], "device='toaster' is not a device"),
+    ],
+    ids=["no function", "no file", "no device"],
+)
+def test_target_that_cannot_be_checked_is_one_line(check: Check, arguments: list[str], said: str) -> None:
+    """A target or a device that there is not ends with 2 and a single line on stderr."""
+    code, out, err = check(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"autoaccum: {said}") and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "error"),
+    [("failing", "IndexError: list index out of range"), ("failing_forward", "LookupError: the table is damaged")],
+)
+def test_error_of_a_checked_target_is_the_users_own(check: Check, target: str, error: str) -> None:
+    """An error of the user's code ends with 2 and shows its traceback, with none of this library's frames."""
+    code, out, err = check(f"checked.py:{target}")
+    assert (code, out) == (2, "")
+    assert err.startswith("Traceback") and error in err and "checked.py" in err
+    assert str(Path(autoaccum.__file__).parent) + os.sep not in err

@@ -142,6 +142,18 @@ def test_users_error_passes_with_a_note() -> None:
     assert "micro_batch=7 (forward phase)" in error.__notes__[0]
 
 
+def test_lost_device_passes_with_a_note() -> None:
+    """An error after which nothing more can be run is no answer about the size: it is raised as the same object."""
+    error = RuntimeError("CUDA error: device-side assert triggered")
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        raise error
+
+    with pytest.raises(RuntimeError) as caught:
+        attempt(linear(step), 7)
+    assert caught.value is error and len(error.__notes__) == 1
+
+
 def test_own_complaint_gets_no_note() -> None:
     """An error of autoaccum's own says all there is to say."""
     with pytest.raises(InvalidRequestError) as caught:

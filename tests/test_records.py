@@ -18,6 +18,7 @@ from autoaccum.records import (
     SCHEMA_VERSION,
     Budget,
     Candidate,
+    CheckResult,
     Environment,
     Evidence,
     Fit,
@@ -31,6 +32,7 @@ from autoaccum.records import (
     Record,
     Refused,
     Skipped,
+    StepResult,
     Trial,
     from_json,
     plain,
@@ -120,6 +122,25 @@ probe_results = st.builds(
     memory=maybe() | accounts,
     environment=maybe() | environments,
 )
+step_results = st.builds(
+    StepResult,
+    loss=seconds,
+    weight=seconds,
+    micro_batch_sizes=st.lists(maybe() | sizes, max_size=4).map(tuple),
+    replays=st.integers(0, 9),
+    skipped=st.booleans(),
+    grad_norm=maybe() | seconds,
+)
+check_results = st.builds(
+    CheckResult,
+    exact=st.booleans(),
+    relative_error=seconds,
+    norm_ratio=seconds,
+    reasons=st.lists(texts, max_size=2).map(tuple),
+    micro_batch_sizes=st.lists(sizes, max_size=2).map(tuple),
+    dtype=texts,
+    notes=st.lists(texts, max_size=2).map(tuple),
+)
 
 
 @st.composite
@@ -176,6 +197,8 @@ OF_EVERY_TYPE: dict[type[Record], st.SearchStrategy[Any]] = {
     Environment: environments,
     ProbeResult: probe_results,
     PlanRecord: plans(),
+    StepResult: step_results,
+    CheckResult: check_results,
 }
 any_record = st.one_of(list(OF_EVERY_TYPE.values()))
 
@@ -475,6 +498,18 @@ def test_json_is_indented() -> None:
 def test_equal_records_hash_alike(record: Record) -> None:
     """A copy of a record is equal to it and finds it in a set."""
     assert msgspec.structs.replace(record) in {record}
+
+
+def test_a_step_is_a_plain_one_unless_it_says_so() -> None:
+    """What a step's result does not say: no replay, not skipped, nothing clipped."""
+    result = StepResult(loss=1.0, weight=2.0, micro_batch_sizes=(2, None))
+    assert (result.replays, result.skipped, result.grad_norm) == (0, False, None)
+
+
+def test_a_check_is_in_float64_unless_it_says_so() -> None:
+    """What a check's result does not say: no reasons, no notes, compared in float64."""
+    result = CheckResult(exact=True, relative_error=0.0, norm_ratio=1.0)
+    assert (result.reasons, result.notes, result.micro_batch_sizes, result.dtype) == ((), (), (), "float64")
 
 
 def test_levers_are_neutral_by_default() -> None:

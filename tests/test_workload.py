@@ -160,6 +160,20 @@ def test_moved_model_keeps_its_parameters() -> None:
     assert workload.device == torch.device("cpu")
 
 
+@pytest.mark.parametrize(
+    ("losses", "counts_rows"),
+    [
+        ({"loss_fn": F.cross_entropy}, False),
+        ({"loss_fn": F.cross_entropy, "training_step": lambda model, batch: model(batch[0]).mean()}, True),
+        ({}, True),
+    ],
+    ids=["loss_fn", "training_step", "neither"],
+)
+def test_weight_is_that_of_the_loss_that_is_used(losses: Any, counts_rows: bool) -> None:
+    """With "samples", a loss of torch's says what it divides by, but not where a training step wins over it."""
+    assert Workload(nn.Linear(3, 2), (SAMPLE, torch.randint(2, (4,))), **losses).weigher.counts_rows == counts_rows
+
+
 class Detector(nn.Module):
     """Takes lists of images and targets; losses in train mode, detections otherwise."""
 

@@ -7,8 +7,8 @@ from typing import get_args
 import msgspec
 import pytest
 
-from autoaccum.records import Evidence, LimitedBy, PlanRecord, ProbeResult
-from autoaccum.report.text import plan_lines, plan_markdown, plan_text, probe_lines, probe_markdown, probe_text
+from autoaccum.records import CheckResult, Evidence, LimitedBy, PlanRecord, ProbeResult
+from autoaccum.report.text import check_text, plan_lines, plan_markdown, plan_text, probe_lines, probe_markdown, probe_text
 
 
 def changed(record: PlanRecord, **values: object) -> PlanRecord:
@@ -134,3 +134,32 @@ def test_markdown_notes_are_one_line_each(plan: PlanRecord) -> None:
     """A warning of several lines is one item of the list of notes."""
     notes = plan_markdown(plan).partition("### Notes\n\n")[2].splitlines()
     assert len(notes) == 1 and notes[0].startswith("- a ")
+
+
+def test_text_of_an_exact_check() -> None:
+    """An exact check says so in its first line, and then by how much the gradients differ, over which rows, in what."""
+    result = CheckResult(exact=True, relative_error=3.14159e-16, norm_ratio=1.0, micro_batch_sizes=(11, 5))
+    assert check_text(result).splitlines() == [
+        "exact: accumulated gradients are those of the whole batch",
+        "  relative error 3.1e-16, norm ratio 1 (11 + 5 rows against 16, float64)",
+    ]
+
+
+def test_text_of_a_check_that_is_not_exact() -> None:
+    """A check that is not exact says so, and has every reason and every note on a line of its own."""
+    result = CheckResult(
+        exact=False,
+        relative_error=0.25,
+        norm_ratio=0.1234567,
+        micro_batch_sizes=(7, 3),
+        dtype="bfloat16",
+        reasons=("Layer 1: BatchNorm.", "The loss is a sum."),
+        notes=("20 rows did not fit.",),
+    )
+    assert check_text(result).splitlines() == [
+        "not exact",
+        "  relative error 0.25, norm ratio 0.123457 (7 + 3 rows against 10, bfloat16)",
+        "  - Layer 1: BatchNorm.",
+        "  - The loss is a sum.",
+        "  note: 20 rows did not fit.",
+    ]
