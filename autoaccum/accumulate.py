@@ -325,11 +325,19 @@ class _Run:
     def abandon(self, error: BaseException) -> None:
         """Undo the window, and let no other rank wait for this one."""
         try:
-            self.undo()
+            lost = self.undo()
         except RuntimeError as failure:  # a lost device context: the user's error matters more than this one
             error.add_note(f"autoaccum could not undo the window: {failure}")
+        else:
+            if lost:
+                error.add_note(f"autoaccum kept no copy of the buffers {', '.join(lost[:5])}, which the window has changed.")
         if isinstance(error, Exception):  # Ctrl-C reaches every rank by itself
             self._tell_failure()
+
+    def complete(self) -> None:
+        """After the last micro-batch."""
+        assert self.accumulation is not None
+        self.accumulation.complete()
 
     def piece_at_work(self) -> Piece:
         """The micro-batch that was run last."""
@@ -506,6 +514,7 @@ class _Run:
             raise
         loss = acc._reducer.settle(failed=False, loss=loss)
         acc._counts["windows"] += 1
+        acc._rewinder.learn()
         if not step.taken:
             acc._counts["skipped"] += 1
             logger.warning("a gradient was not finite: the window took no step")
@@ -632,6 +641,7 @@ class OpenWindow:
                 return
             if not self._ended:
                 self._run.guarded(_raise_unfinished)
+            self._run.complete()
             if not self._run.agree():
                 raise AutoaccumError(
                     "another rank ran out of memory, and a loop of one's own cannot be replayed; run the block again."

@@ -17,6 +17,8 @@ FIRST_PATIENCE = 16
 """Windows without trouble before a limit grows. An attempt that fails costs about one window, so at most 6 % here; every
 one that fails doubles it."""
 
+_SHAPES_KEPT = 256  # of sequences of every length; the oldest is forgotten and learned again
+
 
 @dataclass
 class _Cap:
@@ -65,29 +67,46 @@ class Caps:
         cap.failed = min(cap.failed, size)
         cap.patience *= 2 if cap.growing else 1
         cap.quiet, cap.growing = 0, False
+        for other, larger in self._caps.items():
+            if _covers(other, shape):
+                larger.limit = min(larger.limit, cap.limit)
         return cap.limit
 
     def lower(self, shape: Shape, size: float, limit: float) -> None:
         """Take over a limit that another rank needs, where this one would have run `size`."""
         if size > limit:
             cap = self._caps.setdefault(shape, _Cap(limit=limit, ran=0, failed=size))
-            cap.limit, cap.quiet, cap.growing = min(cap.limit, limit), 0, False
+            cap.limit, cap.failed = min(cap.limit, limit), min(cap.failed, size)
+            cap.ran, cap.quiet, cap.growing = min(cap.ran, cap.limit), 0, False
 
     def run(self, shape: Shape, size: float) -> None:
         """Write down that a window ran whose largest micro-batch of this shape had this size; its limit may grow."""
-        cap = self._caps.get(shape)
+        cap = self._caps.get(shape) or self._inherited(shape)
         if cap is None:
             return
-        cap.ran, cap.quiet, cap.growing = max(cap.ran, size), cap.quiet + 1, False
+        cap.ran, cap.quiet, cap.growing = max(cap.ran, size), cap.quiet + 1, cap.growing and size < cap.limit
         if cap.ran >= cap.failed:
             del self._caps[shape]
         elif cap.quiet >= cap.patience:
             cap.limit, cap.quiet, cap.growing = self._grown(cap), 0, True
 
+    def _inherited(self, shape: Shape) -> _Cap | None:
+        """A cap of its own for a shape that has gone by a smaller one's, so that it can grow."""
+        smaller = [cap for known, cap in self._caps.items() if _covers(shape, known)]
+        if not smaller:
+            return None
+        lowest = min(smaller, key=lambda cap: cap.limit)
+        if len(self._caps) >= _SHAPES_KEPT:
+            del self._caps[next(iter(self._caps))]
+        self._caps[shape] = _Cap(limit=lowest.limit, ran=0, failed=lowest.failed)
+        return self._caps[shape]
+
     def _grown(self, cap: _Cap) -> float:
         middle = (cap.limit + cap.failed) / 2
         if self._whole:
             return max(int(middle), cap.limit + 1)
+        if cap.limit >= cap.failed:  # packed micro-batches may never cost just as much as the limit
+            return cap.limit * 1.05
         return middle if cap.failed - cap.limit > cap.failed / 20 else cap.failed
 
     def state(self) -> list[dict[str, Any]]:

@@ -48,10 +48,11 @@ class Backward:
     def __call__(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
         """Add this loss's gradients to those of the parameters."""
         if self._strangers is None:
-            self._strangers, reentrant = _strangers(loss, {id(parameter) for parameter in parameters})
-            self._by_inputs = bool(self._strangers) and not reentrant
-            held = [p for p in self._strangers if p.grad is not None]
-            if held and reentrant:
+            found, reentrant = _strangers(loss, {id(parameter) for parameter in parameters})
+            self._by_inputs = bool(found) and not reentrant
+            self._strangers = [leaf for leaf in found if reentrant and isinstance(leaf, nn.Parameter)]
+            held = [parameter for parameter in self._strangers if parameter.grad is not None]
+            if held:
                 raise InvalidRequestError(
                     f"the loss leads to {len(held)} parameters of another optimizer that hold gradients, and reentrant "
                     "checkpointing would add to them; use checkpoint(..., use_reentrant=False), or step that one first."
@@ -65,9 +66,9 @@ class Backward:
             parameter.grad = None
 
 
-def _strangers(loss: Tensor, own: set[int]) -> tuple[list[nn.Parameter], bool]:
-    """Parameters that a loss leads to besides its own, and whether reentrant checkpointing hides a part of its graph."""
-    found: dict[int, nn.Parameter] = {}
+def _strangers(loss: Tensor, own: set[int]) -> tuple[list[Tensor], bool]:
+    """Leaves that a loss leads to besides its own, and whether reentrant checkpointing hides a part of its graph."""
+    found: dict[int, Tensor] = {}
     seen: set[Any] = set()
     waiting, reentrant = [loss.grad_fn], False
     while waiting:
@@ -77,7 +78,7 @@ def _strangers(loss: Tensor, own: set[int]) -> tuple[list[nn.Parameter], bool]:
         seen.add(node)
         reentrant = reentrant or node.name() == _REENTRANT_CHECKPOINT
         leaf = getattr(node, "variable", None)  # only AccumulateGrad has one
-        if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
+        if isinstance(leaf, Tensor) and id(leaf) not in own:
             found[id(leaf)] = leaf
         waiting += [following for following, _ in node.next_functions]
     return list(found.values()), reentrant
@@ -119,6 +120,12 @@ class Accumulation:
                 parameter.grad = parameter.grad.coalesce()
         if not _HAS_GRAD_DTYPE:
             self._set_apart()
+
+    def complete(self) -> None:
+        """After the last micro-batch: sparse gradients that came only after the first one have repeated entries."""
+        for parameter in self.parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
 
     def _set_apart(self) -> None:
         for parameter in self._low:
@@ -174,11 +181,13 @@ class Accumulation:
 
 
 def refuse_present(parameters: Sequence[Tensor]) -> None:
-    """Refuse to add a window's gradients to others.
+    """Refuse to add a window's gradients to others, or to nothing.
 
     Raises:
         InvalidRequestError: With the remedy.
     """
+    if not parameters:
+        raise InvalidRequestError("the optimizer has no parameter that requires a gradient; expected at least one.")
     held = sum(parameter.grad is not None for parameter in parameters)
     if held:
         raise InvalidRequestError(

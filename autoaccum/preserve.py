@@ -212,12 +212,12 @@ def _keep_tensor(tensor: Tensor, vault: _Vault) -> _Restore:
     # Shares the storage, also after the user's step put another one in its place. Where there is no such thing as one
     # storage, the tensor itself is written.
     values = tensor.detach() if _has_own_storage(tensor) else tensor
-    slot = vault.put(_without_repeats(values.detach()))
+    slot = vault.put(without_repeats(values.detach()))
 
     def put_back() -> None:
         if values is not tensor and not tensor.is_set_to(values):
             tensor.data = values
-        vault.take_into(slot, _without_repeats(values))
+        vault.take_into(slot, without_repeats(values))
         if is_leaf:
             if not tensor.is_leaf and not tensor._is_view():
                 tensor.detach_()  # written to in place with a graph, which it would keep alive
@@ -237,7 +237,7 @@ def _has_own_storage(tensor: Tensor) -> bool:
     return plain and not is_traceable_wrapper_subclass(tensor)
 
 
-def _without_repeats(values: Tensor) -> Tensor:
+def without_repeats(values: Tensor) -> Tensor:
     """The same memory without the dimensions that `expand` made, which cannot be written to."""
     if values.layout == torch.strided:
         for dim in reversed(range(values.ndim)):

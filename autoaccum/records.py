@@ -280,7 +280,7 @@ class StepResult(Record, frozen=True, kw_only=True):
     grad_norm: float | None = None
 
 
-class CheckResult(Record, frozen=True, kw_only=True):
+class CheckResult(Record, frozen=True, kw_only=True, tag_field="record", tag="autoaccum.CheckResult"):
     """Whether the gradient of a whole batch and that of an uneven split of it are the same.
 
     `relative_error`: norm of the difference over the norm of the whole batch's gradient. `norm_ratio`: norm of the split's
@@ -288,6 +288,7 @@ class CheckResult(Record, frozen=True, kw_only=True):
     `dtype`: in which the model was run. `notes`: what else was seen, such as a batch that did not fit whole.
     """
 
+    schema_version: int = SCHEMA_VERSION
     exact: bool
     relative_error: float
     norm_ratio: float

@@ -12,17 +12,27 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from autoaccum.preserve import keep_random_states
+from autoaccum.preserve import keep_random_states, without_repeats
 
 _SMALL_BYTES = 64 * 1024  # BatchNorm's statistics; masks and tables of positions are larger and never change
 
 
 class _Kept(NamedTuple):
+    """A place for a buffer, what was there, and its values where they are kept."""
+
     registry: dict[str, Tensor | None]
     name: str
-    buffer: Tensor
-    version: int
+    buffer: Tensor | None
+    version: int | None
     copy: Tensor | None
+
+    def changed(self) -> bool:
+        """Whether the values have changed. By their version, and where a copy is at hand by themselves as well."""
+        if self.buffer is None:
+            return False
+        if self.copy is not None and self.copy.layout == torch.strided:  # writing to `.data` leaves the version as it was
+            return not torch.equal(without_repeats(self.buffer), self.copy)
+        return self.version is None or self.buffer._version != self.version
 
 
 @final
@@ -40,36 +50,32 @@ class Rewinder:
         self._random: list[Callable[[], None]] = []
         self._buffers: list[_Kept] = []
         self._moving: set[tuple[int, str]] = set()  # large buffers that are known to change
-        self._is_first = True
+        self._knows_moving = False
 
     def mark(self) -> None:
         """This is where `rewind` goes back to."""
-        self._learn()
         self._random = keep_random_states(self._device)
-        self._buffers = []
         with torch.no_grad():
-            for registry in self._registries:
-                for name, buffer in registry.items():
-                    if buffer is not None:
-                        self._buffers.append(self._kept(registry, name, buffer))
+            self._buffers = [
+                self._kept(registry, name, buffer) for registry in self._registries for name, buffer in registry.items()
+            ]
 
-    def _kept(self, registry: dict[str, Tensor | None], name: str, buffer: Tensor) -> _Kept:
-        moves = self._is_first or (id(registry), name) in self._moving
+    def _kept(self, registry: dict[str, Tensor | None], name: str, buffer: Tensor | None) -> _Kept:
+        if buffer is None:
+            return _Kept(registry, name, None, None, None)
+        moves = not self._knows_moving or (id(registry), name) in self._moving
         moves = moves or buffer.is_inference() or buffer.layout != torch.strided or buffer.nbytes <= _SMALL_BYTES
-        version = 0 if buffer.is_inference() else buffer._version
-        return _Kept(registry, name, buffer, version, buffer.clone() if moves else None)
+        version = None if buffer.is_inference() else buffer._version
+        return _Kept(registry, name, buffer, version, without_repeats(buffer).clone() if moves else None)
 
-    def _learn(self) -> None:
-        """Which large buffers the last window changed. One that first changes in a later window shows by its version."""
-        for kept in self._buffers:
-            if self._is_first and kept.copy is not None and kept.buffer.layout == torch.strided:
-                # The content as well, because writing to `.data` leaves the version as it was.
-                changed = not torch.equal(kept.buffer, kept.copy)
-            else:
-                changed = not kept.buffer.is_inference() and kept.buffer._version != kept.version
-            if changed:
-                self._moving.add((id(kept.registry), kept.name))
-        self._is_first = self._is_first and not self._buffers
+    def learn(self) -> None:
+        """After a window that went through: which large buffers it changed. The first one tells which are to be copied."""
+        if self._knows_moving:
+            changed = [kept for kept in self._buffers if kept.copy is None and kept.changed()]
+        else:
+            changed = [kept for kept in self._buffers if kept.changed()]
+            self._knows_moving = True
+        self._moving |= {(id(kept.registry), kept.name) for kept in changed}
 
     def rewind(self) -> list[str]:
         """Put generators and buffers back.
@@ -77,14 +83,13 @@ class Rewinder:
         Returns:
             The names of buffers that could not be put back: large ones that changed for the first time.
         """
-        lost = []
-        with torch.no_grad():
-            for kept in self._buffers:
-                kept.registry[kept.name] = kept.buffer  # where another tensor has been put in its place
-                if kept.copy is not None:
-                    kept.buffer.copy_(kept.copy)
-                elif kept.buffer._version != kept.version:
-                    lost.append(kept.name)
+        unkept = [kept for kept in self._buffers if kept.copy is None and kept.changed()]
+        self._moving |= {(id(kept.registry), kept.name) for kept in unkept}
+        for kept in self._buffers:
+            kept.registry[kept.name] = kept.buffer  # where another tensor, or a first one, has been put in its place
+            if kept.buffer is not None and kept.copy is not None and kept.changed():
+                with torch.inference_mode(kept.buffer.is_inference()), torch.no_grad():
+                    without_repeats(kept.buffer).copy_(kept.copy)
         for put_back in self._random:
             put_back()
-        return lost
+        return [kept.name for kept in unkept]

@@ -73,6 +73,7 @@ def accumulate(
             part = part.detach()
             window_loss = part if window_loss is None else window_loss + part
             progress.phase = "data"
+    accumulation.complete()
     return window_loss
 
 

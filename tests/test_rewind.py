@@ -38,6 +38,7 @@ def marked(module: nn.Module, windows: int = 1, change: Callable[[Any], None] = 
     for window in range(windows):
         if window:
             change(module)
+            rewinder.learn()
         rewinder.mark()
     return rewinder
 
@@ -136,10 +137,11 @@ def test_large_buffer_that_first_changes_later_is_reported() -> None:
 
 
 def test_large_buffer_is_lost_once() -> None:
-    """From the next window on, a buffer that was lost once is copied and goes back."""
+    """From the next window on, a buffer that changed once is copied and goes back."""
     module = filled(LARGE)
     rewinder = marked(module, windows=2)
     add_one(module)
+    rewinder.learn()
     rewinder.mark()
     add_one(module)
     assert rewinder.rewind() == []
@@ -152,6 +154,7 @@ def test_large_buffers_that_never_change_are_not_copied() -> None:
     rewinder = marked(module)
     assert copied_bytes(rewinder) == module.state.nbytes
     for _ in range(2):
+        rewinder.learn()
         rewinder.mark()
         assert copied_bytes(rewinder) == 0
         assert rewinder.rewind() == []
@@ -236,3 +239,47 @@ def test_parameters_are_left_alone() -> None:
         module.weight.fill_(7)
     rewinder.rewind()
     assert bool((module.weight == 7).all())
+
+
+def test_buffer_that_two_undone_windows_change_goes_back() -> None:
+    """Nothing is learned from a window that was undone, so the next one still keeps a copy of every buffer."""
+    module = filled(LARGE)
+    rewinder = Rewinder(module, CPU)
+    for _ in range(2):
+        rewinder.mark()
+        add_one(module)
+        assert rewinder.rewind() == []
+    assert bool((module.state == 0).all())
+
+
+def test_buffer_set_for_the_first_time() -> None:
+    """A buffer that was None at the start of the window is None again."""
+    module = nn.Module()
+    module.register_buffer("scale", None)
+    rewinder = marked(module)
+    module.scale = torch.ones(3)
+    assert rewinder.rewind() == []
+    assert module.scale is None
+
+
+def test_expanded_buffer() -> None:
+    """A buffer whose elements share memory is no hindrance, and goes back."""
+    module = nn.Module()
+    module.register_buffer("mask", torch.zeros(1, 1).expand(4, 4))
+    rewinder = marked(module)
+    module.mask[:, :1].data.fill_(0)
+    module.mask.as_strided((1,), (1,)).fill_(2.0)
+    assert rewinder.rewind() == []
+    assert bool((module.mask == 0).all())
+
+
+def test_buffer_made_in_inference_mode() -> None:
+    """An inference tensor has no version and cannot be written to outside of that mode, and goes back all the same."""
+    module = nn.Module()
+    with torch.inference_mode():
+        module.register_buffer("state", torch.zeros(3))
+    rewinder = marked(module)
+    with torch.inference_mode():
+        module.state.add_(1)
+    assert rewinder.rewind() == []
+    assert bool((module.state == 0).all())

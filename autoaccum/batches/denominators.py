@@ -70,14 +70,16 @@ class Denominator:
         """The denominator for this target: elements, rows, or the summed class weights of the labels that count."""
         if self._rule == "rows":
             return float(target.shape[0])
-        if self._rule == "elements" or target.is_floating_point():  # class probabilities are divided by their rows only
+        if self._rule == "elements":
             return float(target.numel())
+        if target.is_floating_point():  # class probabilities, of which the mean is over everything but the classes
+            return target.numel() / (target.shape[1] if target.ndim > 1 else 1)
         counts = target != self._ignore_index
         if self._class_weight is None:
             return float(counts.sum())
         # float64: a float32 sum would cost 4e-8 of the gradient.
         weight = self._class_weight.detach().to(target.device, torch.float64)
-        return float(weight[target[counts]].sum())
+        return float(weight[target[counts].long()].sum())
 
 
 def denominator_of(loss_fn: object) -> Denominator | None:
@@ -94,7 +96,8 @@ def denominator_of(loss_fn: object) -> Denominator | None:
         4.5
     """
     if isinstance(loss_fn, nn.Module):
-        row = next((row for row in DENOMINATORS if type(loss_fn).forward is row.forward), None)
+        changed = "forward" in vars(loss_fn) or type(loss_fn).__call__ is not nn.Module.__call__ or loss_fn._forward_hooks
+        row = None if changed else next((row for row in DENOMINATORS if type(loss_fn).forward is row.forward), None)
         return None if row is None else _denominator(row, {**vars(loss_fn), **loss_fn._buffers})
     function, settings = loss_fn, dict[str, Any]()
     if isinstance(loss_fn, functools.partial) and not loss_fn.args:

@@ -58,7 +58,7 @@ class Carrier(NamedTuple):
     partly: Mapping[int, Cuts] = MappingProxyType({})
 
 
-def find_layout(batch: Any, batch_dim: BatchDim = None, *, rows: int | None = None) -> Layout:
+def find_layout(batch: Any, batch_dim: BatchDim = None, *, rows: int | None = None, may_be_empty: bool = False) -> Layout:
     """Where the rows of a batch are.
 
     Without `batch_dim` the rows are the leading dimension that the tensors share, or the items of lists (of images, of
@@ -70,6 +70,7 @@ def find_layout(batch: Any, batch_dim: BatchDim = None, *, rows: int | None = No
             and indices joined by dots ("labels", "0", "1.boxes"); None passes that leaf, or that container, on whole;
             "items" says that the items of a list are the rows, alone for a sample that is that list.
         rows: How many rows the batch must have, where the caller knows.
+        may_be_empty: Whether a batch of 0 rows is one.
 
     Raises:
         InvalidRequestError: When there are no rows, or more than one reading is possible.
@@ -86,7 +87,7 @@ def find_layout(batch: Any, batch_dim: BatchDim = None, *, rows: int | None = No
         layout = _layout_by_vote(list(carriers_of(batch)), rows)
     if rows is not None and layout.rows != rows:
         raise InvalidRequestError(f"the batch has {layout.rows} rows where {rows} were asked for. {_REMEDY}")
-    if layout.rows < 1:
+    if layout.rows < 1 and not may_be_empty:
         raise InvalidRequestError("the sample is empty: it has 0 rows; expected a batch of at least one row.")
     return layout
 

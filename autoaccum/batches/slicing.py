@@ -16,7 +16,7 @@ from autoaccum.batches.cutting import narrow_rows, take_rows
 from autoaccum.batches.layout import BatchDim, Layout, find_layout, refuse_doubtful_layout
 from autoaccum.batches.packing import pack, refuse_above
 from autoaccum.batches.sources import SplitFn, item_size, opaque_length, parts_of
-from autoaccum.batches.structure import children_of, covers, is_array, leaves_of, mapped, name_of, nodes_of
+from autoaccum.batches.structure import covers, is_array, leaves_of, mapped, name_of, nodes_of
 from autoaccum.caps import Shape
 from autoaccum.errors import InvalidRequestError
 from autoaccum.schedule import balanced, split_rows, steps_for
@@ -133,7 +133,7 @@ class Slicer:
         """
         if isinstance(batch, Window):
             return _ReadyShare(self, batch.micro_batches)
-        if _has_no_rows(batch):
+        if _has_no_rows(batch, self.batch_dim):
             return _ReadyShare(self, ())
         return _RowShare(self, batch, self.layout(batch)) if self.split is None else _SplitShare(self, batch)
 
@@ -189,9 +189,9 @@ class _RowShare(AbstractShare):
         sizes = self._slicer.sizes(self._layout.rows, limit_of(self._shape))
         pieces = tuple(Piece(size, size, self._shape, size > 1) for size in sizes)
         if not self._cuts_views:
-            return Pieces(pieces, lambda: self._in_order(sizes))
+            return Pieces(pieces, lambda: map(renewed, self._in_order(sizes)))
         made = list(self._in_order(sizes))  # views take no memory, and making them twice takes time
-        return Pieces(pieces, lambda: iter(made))
+        return Pieces(pieces, lambda: map(renewed, made))
 
     def _in_order(self, sizes: Sequence[int]) -> Iterator[Any]:
         start = 0
@@ -280,8 +280,7 @@ class _ReadyShare(AbstractShare):
     def _made(self, cuts: Sequence[Sequence[Piece]]) -> Iterator[Any]:
         for batch, layout, pieces in zip(self._micro_batches, self._layouts, cuts, strict=True):
             if len(pieces) == 1:
-                # New containers, as a loader's are: a step that pops its labels must find them again in a replay.
-                yield mapped(batch, {}, (), lambda leaf, how: leaf)
+                yield renewed(batch)
             elif self._slicer.split is not None:
                 yield from parts_of(self._slicer.split, batch, [piece.rows or 0 for piece in pieces])
             else:
@@ -308,14 +307,24 @@ def _largest_item(arrays: Sequence[Any]) -> int:
     return 1 << max((item_size(array) for array in arrays), default=0).bit_length()
 
 
-def _has_no_rows(batch: Any) -> bool:
-    """Nothing at all, an empty container, or tensors of which none has an element."""
+def renewed(batch: Any) -> Any:
+    """The same leaves in new containers: a step that pops its labels must find them again in a replay."""
+    return mapped(batch, {}, (), lambda leaf, how: leaf)
+
+
+def _has_no_rows(batch: Any, batch_dim: BatchDim) -> bool:
+    """Nothing at all, empty containers, or tensors without rows."""
     if batch is None:
         return True
-    arrays = [leaf for _, leaf in leaves_of(batch) if is_array(leaf) and leaf.ndim]
-    if arrays:
-        return all(0 in array.shape[:1] for array in arrays)
-    return isinstance(batch, (list, tuple, dict)) and not list(children_of(batch))
+    leaves = [leaf for _, leaf in leaves_of(batch)]
+    if not any(is_array(leaf) for leaf in leaves):
+        return all(isinstance(leaf, (list, tuple, dict)) and not leaf for leaf in leaves)
+    if not any(is_array(leaf) and 0 in leaf.shape for leaf in leaves):
+        return False
+    try:
+        return find_layout(batch, batch_dim, may_be_empty=True).rows == 0
+    except InvalidRequestError:
+        return False  # whoever looks closer says what is wrong
 
 
 def _opaque_rows(batch: Any) -> int | None:

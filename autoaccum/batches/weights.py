@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from torch import Tensor
 
 from autoaccum.batches.denominators import Denominator, denominator_of
-from autoaccum.batches.structure import is_plain_sequence
 from autoaccum.errors import InvalidRequestError
 
 
@@ -66,10 +65,6 @@ class Weigher:
     Args:
         weight: As the user gave it. With "samples" one of torch's own losses is asked what it divides by.
         loss_fn: None where the loss is not one of `(output, target)`.
-
-    Attributes:
-        summed: The loss is a sum, so micro-batches add up as they are.
-        counts_rows: Nothing of the batch has to be looked at.
     """
 
     def __init__(self, weight: str | Tokens | Callable[[Any], float], loss_fn: object = None) -> None:
@@ -79,9 +74,24 @@ class Weigher:
                 "batch -> number."
             )
         self._count = weight if callable(weight) else None
-        self._denominator: Denominator | None = None if self._count is not None else denominator_of(loss_fn)
-        self.summed = self._denominator is not None and self._denominator.summed
-        self.counts_rows = self._count is None and (self._denominator is None or self.summed)
+        self._loss_fn = loss_fn
+
+    @property
+    def _denominator(self) -> Denominator | None:
+        """What the loss divides by now: its settings may be changed between windows."""
+        return None if self._count is not None else denominator_of(self._loss_fn)
+
+    @property
+    def summed(self) -> bool:
+        """Whether the loss is a sum, so that micro-batches add up as they are."""
+        denominator = self._denominator
+        return denominator is not None and denominator.summed
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether nothing of the batch has to be looked at."""
+        denominator = self._denominator
+        return self._count is None and (denominator is None or denominator.summed)
 
     def __call__(self, batch: Any, rows: int) -> float:
         """The weight of a micro-batch of so many rows.
@@ -91,16 +101,17 @@ class Weigher:
         """
         if self._count is not None:
             return _checked(self._count(batch))
-        if self._denominator is not None and not self.summed:
-            target = batch[-1] if is_plain_sequence(batch) and batch else None
-            if isinstance(target, Tensor):
-                return self._denominator(target)
+        denominator = self._denominator
+        if denominator is not None and not denominator.summed:
+            pair = isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and len(batch) > 1
+            if pair and isinstance(batch[-1], Tensor):
+                return denominator(batch[-1])
         return float(rows)
 
 
 def _checked(weight: Any) -> float:
     try:
-        number = float(weight)
+        number = float(weight.detach() if isinstance(weight, Tensor) else weight)
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
     if not math.isfinite(number) or number < 0:

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import traceback
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import BinaryIO, final
 
@@ -58,12 +59,13 @@ def checked_target(target: str, rows: int, device: str | None) -> CheckResult | 
         AutoaccumError: When the target or the device cannot be used.
     """
     try:
-        workload = load_target(target)
-        chosen = None if device is None else _device_named(device, workload)
-        return check_workload(workload, rows, chosen)
+        with redirect_stdout(sys.stderr):  # what the user's code prints is not the answer
+            workload = load_target(target)
+            chosen = None if device is None else _device_named(device, workload)
+            return check_workload(workload, rows, chosen)
     except AutoaccumError:
         raise
-    except Exception as error:  # noqa: BLE001 - the user's error, whatever it is, is shown by the caller
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's error, whatever it is, is shown by the caller
         return users_traceback(error)
 
 
