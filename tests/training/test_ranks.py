@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import autoaccum
 
@@ -170,6 +171,10 @@ def test_loop_of_ones_own_over_ranks(answers: Answers) -> None:
     assert all(answer["explicit"]["error"] <= 1e-12 for answer in answers)
 
 
+needs_fsdp = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="FSDP2 does not run on this torch's CPU")
+
+
+@needs_fsdp
 def test_sharded_model_trains_as_the_whole_batch(answers: Answers) -> None:
     """FSDP2 with uneven rows: parameters after two clipped steps, and losses, are those of the whole batch."""
     for answer in answers:
@@ -177,6 +182,7 @@ def test_sharded_model_trains_as_the_whole_batch(answers: Answers) -> None:
         assert answer["sharded"]["loss_error"] <= 1e-10
 
 
+@needs_fsdp
 def test_sharded_model_needs_data_on_every_rank(answers: Answers) -> None:
     """FSDP cannot run on some ranks only, which all of them say."""
     for answer in answers:
