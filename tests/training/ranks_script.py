@@ -21,7 +21,7 @@ from torch.optim import SGD, Optimizer
 from autoaccum import Accumulator, StepResult, Window, tokens
 from autoaccum.errors import AutoaccumError
 
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 2))  # set by torchrun
 ROWS = {2: [13, 7], 3: [12, 8, 0]}[WORLD]  # uneven, and with three ranks one without data
 FIRST = sum(ROWS[:RANK])
 MINE = slice(FIRST, FIRST + ROWS[RANK])
