@@ -40,7 +40,7 @@ from autoaccum.reduction import Agreement, Reducer, Standing, Status
 from autoaccum.rewind import Rewinder
 from autoaccum.schedule import whole_number
 from autoaccum.sharding import Sharding, refuse_engines
-from autoaccum.window import Progress, Step, accumulate, scaled, take_step, training_modes
+from autoaccum.window import Progress, Step, accumulate, added, scaled, take_step, training_modes
 from autoaccum.workload import Weight, checked_optimizer, single_device, unwrapped
 
 T = TypeVar("T")
@@ -136,7 +136,7 @@ class Accumulator:
         self._slicer = _slicer(plan, micro_batch, cost, max_cost, self._reducer, batch_dim=batch_dim, split=split)
         self._caps = Caps(whole=cost is None)
         self._sharding = Sharding(module, self._reducer.ranks)
-        self._backward = Backward(self._scaler, look_for_others=not self._sharding.is_sharded)
+        self._backward = Backward(self._scaler, module=module, look_for_others=not self._sharding.is_sharded)
         self._rewinder = Rewinder(module, self._device.torch_device)
         self._counts = {"windows": 0, "skipped": 0, "replays": 0}
         self._fingerprinted = bool(self._wrapped) or self._sharding.is_sharded  # those start with the same parameters
@@ -296,6 +296,7 @@ class _Run:
         self._agreement: Agreement | None = None
         self._versions: list[tuple[Tensor, int]] = []
         self._replays = 0
+        self._limits_before: list[dict[str, Any]] | None = None
 
     def contexts(self) -> ExitStack:
         """The plan's levers on, the reducers of DistributedDataParallel off."""
@@ -389,13 +390,11 @@ class _Run:
 
     def _weights(self, make: Callable[[], Iterator[Any]]) -> list[float]:
         weigher = self.acc._weigher
-        if not weigher.counts_rows:
-            return [weigher(batch, piece.rows or 0) for batch, piece in zip(make(), self.pieces, strict=True)]
-        if any(piece.rows is None for piece in self.pieces):
+        if any(piece.rows is None for piece in self.pieces) and weigher.counts_rows:
             raise InvalidRequestError(
                 "the rows of a ready micro-batch cannot be counted; pass weight=: a function micro_batch -> number."
             )
-        return [float(piece.rows or 0) for piece in self.pieces]
+        return weigher.weights([piece.rows or 0 for piece in self.pieces], make)
 
     def _gradients(self) -> list[Tensor | None]:
         """One entry per parameter on every rank; none where there is nothing to reduce, or FSDP has done it already."""
@@ -422,17 +421,21 @@ class _Run:
         hindrance = self._hindrance(lost) or self._cut_otherwise(failure)
         if hindrance is not None:
             failure.error.add_note(f"autoaccum did not replay the window: {hindrance}")
+            if failure.row.verdict is Verdict.UNCLEAR and self._limits_before is not None:
+                acc._caps.load(self._limits_before)  # it was not the size
             self._tell_failure()
             raise failure.error
         piece = self.piece_at_work()
         limit = acc._caps.limit(piece.shape)
         agreement = acc._reducer.agree(Standing(Status.OUT_OF_MEMORY, limit=limit), self._gradients())
-        self._note_replay(agreement.limit, f"{failure.message.splitlines()[0]} ({piece.size:g} rows, {phase} pass)")
+        size = f"{piece.size:g} rows" if acc._slicer.cost is None else f"a cost of {piece.size:g}"
+        self._note_replay(agreement.limit, f"{failure.message.splitlines()[0]} ({size}, {phase} pass)")
         return False
 
     def _cut_otherwise(self, failure: Failure) -> str | None:
         """Learn from the failure how to cut; why that is impossible, if it is."""
         slicer, caps, piece, floor = self.acc._slicer, self.acc._caps, self.piece_at_work(), self.acc._slicer.at_least
+        self._limits_before = caps.state() if self._limits_before is None else self._limits_before
         if failure.row.verdict is Verdict.FLOOR:
             slicer.at_least = max(floor, (piece.rows or 0) + 1)
         elif piece.cuttable:
@@ -532,21 +535,23 @@ class _Run:
     def _step(self, agreement: Agreement, part: float) -> Step:
         acc = self.acc
         assert self.accumulation is not None
-        self.progress.phase = "optimizer"
         if not acc._sharding.is_sharded:
             acc._reducer.reduce(self.accumulation, agreement, part)
             if getattr(acc._model, "broadcast_buffers", True):  # DistributedDataParallel's own switch
                 acc._reducer.broadcast(acc._module.buffers())
         refuse_none(self.accumulation)
+        self.progress.phase = "optimizer"
         step = take_step(self.accumulation, acc._optimizer, scaler=acc._scaler, max_grad_norm=acc._max_grad_norm)
         if step.taken and acc._scheduler is not None:
             acc._scheduler.step()
         return step
 
     def _give_up(self, error: BaseException) -> None:
-        """After an error in the step itself, which cannot be taken back."""
+        """After an error when the gradients were complete; what the optimizer has done cannot be taken back."""
         acc = self.acc
-        if self.accumulation is not None:
+        if self.progress.phase != "optimizer":
+            self.undo()
+        elif self.accumulation is not None:
             self.accumulation.discard()
         if acc._scaler is not None:
             with suppress(AssertionError):  # it has seen no gradient yet
@@ -590,6 +595,8 @@ class OpenWindow:
         return self._result
 
     def __enter__(self) -> Self:
+        if self._run.accumulation is not None or self._ended:
+            raise InvalidRequestError("a window is entered once; make another one with Accumulator.window(batch).")
         self._stack.enter_context(self._run.contexts())
         try:
             self._micro_batches = self._run.guarded(self._run.begin)
@@ -600,6 +607,8 @@ class OpenWindow:
 
     def __iter__(self) -> Iterator[Any]:
         run = self._run
+        if self._ended or self._scale is not None or run.progress.index:
+            raise InvalidRequestError("a window is iterated over once.")
         for index, (micro_batch, scale) in enumerate(zip(self._micro_batches, run.scales, strict=True)):
             run.progress.index, run.progress.phase = index, "data"
             if scale == 0 and not run.acc._sharding.lockstep:
@@ -620,12 +629,12 @@ class OpenWindow:
         run = self._run
         if self._scale is None or run.accumulation is None:
             raise InvalidRequestError("window.backward(loss) is called once for each micro-batch, inside the loop.")
-        part = scaled(checked_loss(loss, "the loop"), self._scale)
-        self._scale = None
-        run.progress.phase = "backward"
+        scale, self._scale = self._scale, None
         with training_modes():
+            part = scaled(checked_loss(loss, "the loop"), scale)
+            run.progress.phase = "backward"
             run.accumulation.add(part)
-        run.loss = part.detach() if run.loss is None else run.loss + part.detach()
+        run.loss = added(run.loss, part)
 
     def in_order(self, outputs: Sequence[Tensor]) -> Tensor:
         """Outputs of the micro-batches, one row for each of theirs, as one tensor in the order of the batch's rows."""
@@ -699,7 +708,9 @@ def _slicer(
     if (cost is None) != (max_cost is None) or (cost is not None and split is not None):
         raise InvalidRequestError("cost= and max_cost= go together, without split=; expected both or none.")
     if cost is not None:
-        if not callable(cost) or not isinstance(max_cost, (int, float)) or not 0 < max_cost < inf:
+        if micro_batch is not None:
+            raise InvalidRequestError("micro_batch= counts rows, and with cost= the limit is max_cost=; give one of them.")
+        if not callable(cost) or not isinstance(max_cost, (int, float)) or max_cost is True or not 0 < max_cost < inf:
             raise InvalidRequestError(f"cost={cost!r}, max_cost={max_cost!r}; expected a function and a number above 0.")
         return Slicer(inf, batch_dim=batch_dim, cost=cost, max_cost=max_cost)
     if (plan is None) == (micro_batch is None):

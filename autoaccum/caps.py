@@ -119,7 +119,10 @@ class Caps:
         for entry in state:
             values = dict(entry)
             shape = tuple((str(name), tuple(int(size) for size in sizes)) for name, sizes in values.pop("shape"))
-            self._caps[shape] = _Cap(**values)
+            cap = _Cap(**values)
+            if not all(isinstance(value, (int, float)) for value in asdict(cap).values()):
+                raise TypeError(f"a limit is not made of numbers: {entry}")
+            self._caps[shape] = cap
 
 
 def _covers(shape: Shape, known: Shape) -> bool:

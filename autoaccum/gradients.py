@@ -6,7 +6,7 @@ Decides in which precision they accumulate, who receives them, and how they are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autoaccum.errors import InvalidRequestError
 
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
+LOW_PRECISION = (torch.bfloat16, torch.float16)
 # Gradients of some other dtype than the parameter's: torch.Tensor.grad_dtype, since torch 2.9.
 _HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
 _REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"  # its backward refuses `inputs=`
@@ -31,57 +31,97 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 class Backward:
     """The backward pass of a micro-batch, with gradients for the given parameters and for no others.
 
-    What else the loss leads to (the discriminator, in a generator's loss; parameters that another optimizer has) is looked
-    for at the first micro-batch. Only where there is such a thing is torch told whose gradients are wanted, which costs a
+    What else a loss leads to (the discriminator, in a generator's loss; parameters that another optimizer has) is looked for
+    once for every kind of loss. Only where there is such a thing is torch told whose gradients are wanted, which costs a
     walk over the graph each time.
 
     Args:
         scaler: Multiplies the loss.
+        module: Whose parameters reentrant checkpointing may hide from a look at the graph.
         look_for_others: False where parameters stand in for others while they run, as FSDP's do.
     """
 
-    def __init__(self, scaler: torch.amp.GradScaler | None = None, *, look_for_others: bool = True) -> None:
-        self._scaler = scaler
-        self._strangers: list[nn.Parameter] | None = None if look_for_others else []
-        self._by_inputs = False
+    def __init__(
+        self,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        module: nn.Module | None = None,
+        look_for_others: bool = True,
+    ) -> None:
+        self._scaler, self._module, self._looks = scaler, module, look_for_others
+        self._reach: dict[Any, _Reach] = {}
+        self._last = _Reach()
 
-    def __call__(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
-        """Add this loss's gradients to those of the parameters."""
-        if self._strangers is None:
-            found, reentrant = _strangers(loss, {id(parameter) for parameter in parameters})
-            self._by_inputs = bool(found) and not reentrant
-            self._strangers = [leaf for leaf in found if reentrant and isinstance(leaf, nn.Parameter)]
-            held = [parameter for parameter in self._strangers if parameter.grad is not None]
-            if held:
-                raise InvalidRequestError(
-                    f"the loss leads to {len(held)} parameters of another optimizer that hold gradients, and reentrant "
-                    "checkpointing would add to them; use checkpoint(..., use_reentrant=False), or step that one first."
-                )
+    def __call__(self, loss: Tensor, parameters: Sequence[Tensor], *, is_first: bool = True) -> None:
+        """Add this loss's gradients to those of the parameters. `is_first`: of the window, whose losses are all alike."""
+        reach = self._last = self._reach_of(loss, parameters) if is_first else self._last
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
-        if self._by_inputs:
+        if reach.others and not reach.hides:
             torch.autograd.backward(scaled, inputs=list(parameters))
             return
-        scaled.backward()  # type: ignore[no-untyped-call]
-        for parameter in self._strangers:
+        others = self._others(reach, parameters) if reach.hides else []
+        held = [parameter.grad for parameter in others]
+        for parameter in others:
             parameter.grad = None
+        scaled.backward()  # type: ignore[no-untyped-call]
+        for parameter, gradient in zip(others, held, strict=True):
+            parameter.grad = gradient
+
+    def _reach_of(self, loss: Tensor, parameters: Sequence[Tensor]) -> _Reach:
+        if not self._looks:
+            return _Reach()
+        kind = (_top_of(loss), len(parameters))  # parameters may join an optimizer, and a loss get another term
+        if kind not in self._reach:
+            self._reach[kind] = _look(loss, {id(parameter) for parameter in parameters})
+        return self._reach[kind]
+
+    def _others(self, reach: _Reach, parameters: Sequence[Tensor]) -> list[nn.Parameter]:
+        own = {id(parameter) for parameter in parameters}
+        hidden = [] if self._module is None else self._module.parameters()
+        found = {id(other): other for other in (*reach.parameters, *hidden) if other.requires_grad and id(other) not in own}
+        return list(found.values())
 
 
-def _strangers(loss: Tensor, own: set[int]) -> tuple[list[Tensor], bool]:
-    """Leaves that a loss leads to besides its own, and whether reentrant checkpointing hides a part of its graph."""
-    found: dict[int, Tensor] = {}
+class _Reach(NamedTuple):
+    """Where a loss leads.
+
+    Attributes:
+        others: To other leaves than the optimizer's.
+        hides: Through reentrant checkpointing, which hides its part of the graph and refuses `inputs=`.
+        parameters: The other leaves that are parameters, where they are needed.
+    """
+
+    others: bool = False
+    hides: bool = False
+    parameters: tuple[nn.Parameter, ...] = ()
+
+
+def _top_of(loss: Tensor) -> tuple[str, ...]:
+    """The names of the last operations: another term of a loss shows there."""
+    level, names = [] if loss.grad_fn is None else [loss.grad_fn], []
+    for _ in range(4):
+        names += [node.name() for node in level]
+        level = [following for node in level for following, _ in node.next_functions if following is not None]
+    return tuple(names)
+
+
+def _look(loss: Tensor, own: set[int]) -> _Reach:
+    """Walk over the whole graph of a loss."""
     seen: set[Any] = set()
-    waiting, reentrant = [loss.grad_fn], False
+    found: list[Tensor] = []
+    waiting, hides = [loss.grad_fn], False
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        reentrant = reentrant or node.name() == _REENTRANT_CHECKPOINT
+        hides = hides or node.name() == _REENTRANT_CHECKPOINT
         leaf = getattr(node, "variable", None)  # only AccumulateGrad has one
         if isinstance(leaf, Tensor) and id(leaf) not in own:
-            found[id(leaf)] = leaf
+            found.append(leaf)
         waiting += [following for following, _ in node.next_functions]
-    return list(found.values()), reentrant
+    parameters = tuple(leaf for leaf in found if isinstance(leaf, nn.Parameter))
+    return _Reach(bool(found), hides, parameters if hides else ())  # other leaves may be a batch, which is not kept alive
 
 
 @final
@@ -100,7 +140,7 @@ class Accumulation:
     def __init__(self, parameters: Sequence[Tensor], backward: Backward, *, wide: bool) -> None:
         self.parameters = parameters
         self._backward = backward
-        low = [p for p in parameters if p.dtype in _LOW_PRECISION and not is_traceable_wrapper_subclass(p)] if wide else []
+        low = [p for p in parameters if p.dtype in LOW_PRECISION and not is_traceable_wrapper_subclass(p)] if wide else []
         self._low = low
         self._own_dtypes: list[Any] = []
         self._apart: dict[int, Tensor] = {}  # float32 sums, where a parameter cannot hold one
@@ -112,7 +152,7 @@ class Accumulation:
 
     def add(self, loss: Tensor) -> None:
         """Run the backward pass of one micro-batch's part of the loss."""
-        self._backward(loss, self.parameters)
+        self._backward(loss, self.parameters, is_first=self._sparse is None)
         if self._sparse is None:
             self._sparse = [p for p in self.parameters if p.grad is not None and p.grad.is_sparse]
         for parameter in self._sparse:  # else their entries grow with every micro-batch
@@ -157,15 +197,23 @@ class Accumulation:
     def _is_low(self, parameter: Tensor) -> bool:
         return any(parameter is low for low in self._low)
 
-    def narrow(self) -> None:
-        """Give every parameter its gradient in its own precision, which is what optimizers take."""
+    def narrow(self) -> bool:
+        """Give every parameter its gradient in its own precision, which is what optimizers take.
+
+        Returns:
+            False where a finite sum is beyond float16. Reads from the device only there.
+        """
+        finite = True
         for index, parameter in enumerate(self._low):
             gradient = self._apart.pop(id(parameter), parameter.grad)
             parameter.grad = None
             if _HAS_GRAD_DTYPE:
                 parameter.grad_dtype = self._own_dtypes[index]
-            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+            if gradient is not None:
+                parameter.grad = gradient.to(parameter.dtype)
+                finite = finite and (parameter.dtype != torch.float16 or bool(torch.isfinite(_values(parameter.grad)).all()))
         self._low = []
+        return finite
 
     def narrow_where_apart(self) -> None:
         """Narrow where sums are kept apart from the parameters: a gradient scaler looks at the parameters."""

@@ -146,6 +146,7 @@ def _run_windows(
                     optimizer=optimizer,
                     place=device.place,
                     progress=progress,
+                    module=workload.module,
                 )
                 device.synchronize()
                 times.append(time.perf_counter() - begun)

@@ -11,10 +11,19 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autoaccum.gradients import Accumulation, Backward, all_finite, clip, parameters_of, refuse_none, total_norm
+from autoaccum.gradients import (
+    LOW_PRECISION,
+    Accumulation,
+    Backward,
+    all_finite,
+    clip,
+    parameters_of,
+    refuse_none,
+    total_norm,
+)
 from autoaccum.records import Phase
 
 
@@ -70,8 +79,7 @@ def accumulate(
             del placed
             progress.phase = "backward"
             accumulation.add(part)
-            part = part.detach()
-            window_loss = part if window_loss is None else window_loss + part
+            window_loss = added(window_loss, part)
             progress.phase = "data"
     accumulation.complete()
     return window_loss
@@ -80,6 +88,13 @@ def accumulate(
 def scaled(loss: Tensor, scale: float) -> Tensor:
     """This micro-batch's part of the window's loss. A mean over nothing is NaN, and a scale of 0 must not spread it."""
     return loss * scale if scale else loss.nan_to_num() * 0.0
+
+
+def added(window_loss: Tensor | None, part: Tensor) -> Tensor:
+    """The loss so far with another part of it; half precision adds up in float32, where 512 equal parts do not stagnate."""
+    part = part.detach()
+    part = part.float() if part.dtype in LOW_PRECISION else part
+    return part if window_loss is None else window_loss + part
 
 
 @contextmanager
@@ -97,6 +112,7 @@ def run_window(
     optimizer: Optimizer,
     place: Callable[[Any], Any],
     progress: Progress,
+    module: nn.Module | None = None,
 ) -> Tensor:
     """Accumulate the gradient of the whole window and take one optimizer step, as a probe does.
 
@@ -107,6 +123,7 @@ def run_window(
         optimizer: Its gradients must be None; they are None again afterwards.
         place: Puts a micro-batch on the device.
         progress: Its phase follows what runs.
+        module: The model, so that other parameters of it receive no gradient.
 
     Returns:
         The mean loss over the window, detached, on the device. Reading it synchronises; this function does not.
@@ -116,7 +133,7 @@ def run_window(
         Exception: Whatever the user's code raises.
     """
     total_weight = float(sum(weights)) or 1.0
-    accumulation = Accumulation(parameters_of(optimizer), Backward(), wide=len(weights) > 1)
+    accumulation = Accumulation(parameters_of(optimizer), Backward(module=module), wide=len(weights) > 1)
     try:
         scales = [weight / total_weight for weight in weights]
         mean_loss = accumulate(micro_batches, scales, loss=loss, place=place, accumulation=accumulation, progress=progress)
@@ -159,7 +176,7 @@ def take_step(
         if finite and max_grad_norm is not None:
             clip(gradients, norm, max_grad_norm)
         del gradients
-        accumulation.narrow()
+        finite = accumulation.narrow() and finite
         if scaler is not None:
             scaler.step(optimizer)  # looks for infinities itself, and finds the same
             scaler.update()

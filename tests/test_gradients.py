@@ -305,11 +305,11 @@ def test_own_parameters_off_the_graph_stay_without(pair: tuple[nn.Linear, nn.Lin
 
 
 def test_graph_is_walked_once(pair: tuple[nn.Linear, nn.Linear], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strangers are looked for at the first micro-batch alone."""
+    """What else a loss leads to is looked for once for every kind of loss."""
     own, stranger = pair
     walked = []
-    look = gradients._strangers
-    monkeypatch.setattr(gradients, "_strangers", lambda *args: walked.append(1) or look(*args))
+    look = gradients._look
+    monkeypatch.setattr(gradients, "_look", lambda *args: walked.append(1) or look(*args))
     accumulated(list(own.parameters()), [stranger(own(torch.randn(4, 3))).mean() for _ in range(3)])
     assert walked == [1]
     Backward(look_for_others=False)(own(torch.randn(4, 3)).mean(), list(own.parameters()))
@@ -356,14 +356,13 @@ def test_checkpointing_with_strangers(pair: tuple[nn.Linear, nn.Linear], use_ree
     assert stranger.weight.grad is None and stranger.bias.grad is None
 
 
-def test_reentrant_checkpointing_beside_held_gradients_is_refused(pair: tuple[nn.Linear, nn.Linear]) -> None:
-    """Reentrant checkpointing would add to gradients that strangers hold: refused before it does, with the remedy."""
+def test_reentrant_checkpointing_beside_held_gradients(pair: tuple[nn.Linear, nn.Linear]) -> None:
+    """Gradients that strangers hold stay what they are beside reentrant checkpointing as well."""
     own, stranger = pair
     stranger.weight.grad = torch.ones_like(stranger.weight)
     loss = stranger(checkpoint(own, torch.randn(4, 3, requires_grad=True), use_reentrant=True)).mean()
-    with pytest.raises(InvalidRequestError, match=r"1 parameters of another optimizer .*use_reentrant=False"):
-        accumulated(list(own.parameters()), [loss])
-    assert torch.equal(stranger.weight.grad, torch.ones_like(stranger.weight)) and own.weight.grad is None
+    accumulated(list(own.parameters()), [loss])
+    assert torch.equal(stranger.weight.grad, torch.ones_like(stranger.weight)) and own.weight.grad is not None
 
 
 @pytest.mark.parametrize("with_stranger", [False, True])

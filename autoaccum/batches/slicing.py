@@ -309,6 +309,8 @@ def _largest_item(arrays: Sequence[Any]) -> int:
 
 def renewed(batch: Any) -> Any:
     """The same leaves in new containers: a step that pops its labels must find them again in a replay."""
+    if isinstance(batch, Tensor) or (type(batch) is tuple and all(isinstance(part, Tensor) for part in batch)):
+        return batch  # nothing can be taken out of these
     return mapped(batch, {}, (), lambda leaf, how: leaf)
 
 

@@ -25,8 +25,8 @@ def mapped(
     """The same structure with `leaf_fn(leaf, how it is cut)` in place of every leaf and of every list cut by items."""
     if path in cuts:
         return leaf_fn(node, cuts[path])
-    children = list(children_of(node))
-    if is_array(node) or not children:
+    children = [] if is_array(node) else list(children_of(node))
+    if not children:
         return leaf_fn(node, None)
     changed = [(key, mapped(child, cuts, (*path, key), leaf_fn)) for key, child in children]
     return rebuilt(node, changed)
@@ -75,8 +75,8 @@ def children_of(node: Any) -> Iterator[tuple[str, Any]]:
 
 def leaves_of(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every leaf with its path, in order."""
-    children = list(children_of(node))
-    if is_array(node) or not children:
+    children = [] if is_array(node) else list(children_of(node))
+    if not children:
         yield path, node
         return
     for key, child in children:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 from torch import Tensor
@@ -99,10 +99,24 @@ class Weigher:
         Raises:
             InvalidRequestError: When the user's function gives no finite number of at least zero.
         """
+        return self.weights([rows], lambda: [batch])[0]
+
+    def weights(self, rows: Sequence[int], make: Callable[[], Iterable[Any]]) -> list[float]:
+        """The weights of the micro-batches of a window.
+
+        Args:
+            rows: Of each micro-batch.
+            make: Gives the micro-batches; only called where they have to be looked at.
+        """
+        denominator = self._denominator
+        if self._count is None and (denominator is None or denominator.summed):
+            return [float(count) for count in rows]
+        return [self._weight(batch, count, denominator) for batch, count in zip(make(), rows, strict=True)]
+
+    def _weight(self, batch: Any, rows: int, denominator: Denominator | None) -> float:
         if self._count is not None:
             return _checked(self._count(batch))
-        denominator = self._denominator
-        if denominator is not None and not denominator.summed:
+        if denominator is not None:
             pair = isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and len(batch) > 1
             if pair and isinstance(batch[-1], Tensor):
                 return denominator(batch[-1])

@@ -21,6 +21,14 @@ _DROPOUTS: dict[Any, tuple[str, int]] = {
     functional.alpha_dropout: ("p", 1),
     functional.feature_alpha_dropout: ("p", 1),
     torch.dropout: ("p", 1),
+    torch.dropout_: ("p", 1),
+    torch.native_dropout: ("p", 1),
+    torch.alpha_dropout: ("p", 1),
+    torch.alpha_dropout_: ("p", 1),
+    torch.feature_dropout: ("p", 1),
+    torch.feature_dropout_: ("p", 1),
+    torch.feature_alpha_dropout: ("p", 1),
+    torch.feature_alpha_dropout_: ("p", 1),
     functional.scaled_dot_product_attention: ("dropout_p", 4),
 }
 

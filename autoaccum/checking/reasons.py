@@ -12,13 +12,17 @@ RANDOM = (
 )
 
 
-def batch_norm(names: Sequence[str], momentum: float, steps: int) -> str:
-    """BatchNorm, with the momentum that repairs its running averages and only those."""
+def batch_norm(names: Sequence[str], momentum: float | None, steps: int) -> str:
+    """BatchNorm, with the momentum that repairs its running averages and only those; None where they are plain means."""
+    text = (
+        f"{_listed('Layer', names)}: BatchNorm normalises by the micro-batch it sees, so the gradient is that of smaller "
+        "batches. No accumulation repairs that; GroupNorm, LayerNorm or BatchNorm in eval mode would be exact."
+    )
+    if momentum is None:
+        return text
     corrected = 1 - (1 - momentum) ** (1 / steps)
     return (
-        f"{_listed('Layer', names)}: BatchNorm normalises by the micro-batch it sees, so the gradient is that of smaller "
-        "batches. No accumulation repairs that; GroupNorm, LayerNorm or BatchNorm in eval mode would be exact. Its running "
-        f"averages move once per micro-batch: with {steps} of them, momentum={corrected:.4g}, which is "
+        f"{text} Its running averages move once per micro-batch: with {steps} of them, momentum={corrected:.4g}, which is "
         f"1-(1-{momentum:g})^(1/{steps}), lets those move as with the whole batch, but leaves the gradient as it is."
     )
 
@@ -69,6 +73,14 @@ def already_divided(divisor: float) -> str:
     return (
         f"The loss is already divided by {divisor:g}, the number of micro-batches. Every micro-batch is scaled here, so the "
         "step would be that much too small. Return the mean loss of the micro-batch, undivided."
+    )
+
+
+def perhaps_divided(divisor: float) -> str:
+    """A last factor that may be meant."""
+    return (
+        f"the loss is divided by {divisor:g} in its last operation, which is also the number of micro-batches: if that is "
+        "what it stands for, leave it out, because micro-batches are scaled here."
     )
 
 

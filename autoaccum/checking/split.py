@@ -45,7 +45,8 @@ def check_split(
     share = slicer.share(batch)
     rows = share.rows if share.rows is not None else len(share.first([]))
     whole_rows = rows
-    rows = min(rows, max_rows or rows)
+    if max_rows is not None:
+        rows = min(rows, whole_number(max_rows, "max_rows", "the most rows to compare"))
     if rows < 2:
         raise InvalidRequestError(f"a check needs a batch of at least 2 rows, to be split; this one has {rows}.")
     with preserved(module, optimizer, device=device.torch_device) as snapshot:
@@ -55,12 +56,13 @@ def check_split(
             examined = _examined(module, share, rows, loss, weigher, optimizer, device, snapshot, steps_of)
             if isinstance(examined, CheckResult):
                 found, fitted = examined, rows
+                snapshot.restore()  # the diagnosis has taken things out of the model
             elif rows <= 2:
                 raise examined.error
             else:
                 failed = rows
             rows = max(2, (fitted + failed) // 2)
-    if failed > min(whole_rows, max_rows or whole_rows):
+    if failed > min(whole_rows, max_rows or inf):
         return found
     return _with_notes(found, (f"{whole_rows} rows did not fit into memory at once: {fitted} were compared.",))
 

@@ -281,7 +281,6 @@ def test_loop_where_gradients_are_off() -> None:
         by_hand(accumulator(model), model, rows())
 
 
-@pytest.mark.xfail(strict=True, reason="the loss is scaled in the caller's mode, where it loses its graph")
 def test_body_that_turns_gradients_on_itself() -> None:
     """A body that computes its loss with gradients on trains, whatever mode is around the window."""
     model = Net()

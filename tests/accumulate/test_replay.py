@@ -503,7 +503,6 @@ def test_nothing_leads_to_the_parameters() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.xfail(strict=True, reason="refused after the window, whose buffers and generators are not put back")
 def test_refusal_before_the_step_undoes_the_window() -> None:
     """Where no parameter received a gradient the optimizer has not stepped, so buffers and generators are as before."""
     model = Net(noisy=True, normed=True)

@@ -206,7 +206,6 @@ def test_own_layer_that_mixes_rows_is_named() -> None:
     assert "No accumulation repairs that" in reason
 
 
-@pytest.mark.xfail(strict=True, reason="the layer that is named is the next one, whose input differs already")
 def test_rows_mixed_between_layers() -> None:
     """Rows mixed by the forward of a module itself are laid on that module, and not on the innocent layer after it."""
 
@@ -249,7 +248,6 @@ def test_one_number_for_each_forward_pass() -> None:
     assert checked(build(Between(drawn), nn.Tanh())).exact
 
 
-@pytest.mark.xfail(strict=True, reason="a hook is blamed as soon as the error is another one without it")
 def test_hook_that_is_not_the_cause_is_not_named() -> None:
     """Where the loss is the cause, a hook that has no part in it is not blamed."""
     model = build(nn.Tanh())
@@ -364,7 +362,7 @@ def test_sum_and_share_of_the_whole(divisor: int) -> None:
 
 
 @pytest.mark.parametrize("form", ["division", "product"])
-@pytest.mark.parametrize("micro_batch", [4, 10])
+@pytest.mark.parametrize("micro_batch", [4, 5])
 def test_loss_divided_by_the_number_of_micro_batches(form: str, micro_batch: int) -> None:
     """Divided twice, the step is that many times too small; the error and the ratio of norms say by how much."""
     steps = ROWS // micro_batch
@@ -388,7 +386,6 @@ def test_other_factor_is_exact() -> None:
     assert checked(build(), training_step=step).exact
 
 
-@pytest.mark.xfail(strict=True, reason="any last factor that happens to equal the number of micro-batches is taken for it")
 @pytest.mark.parametrize("form", ["half a square", "mean of two losses"])
 def test_half_is_not_two_micro_batches(form: str) -> None:
     """Half a mean square, and the mean of two losses, are exact also where there happen to be two micro-batches."""

@@ -89,12 +89,7 @@ def test_largest_part_that_fits(room: int) -> None:
     assert result.notes == (f"20 rows did not fit into memory at once: {compared} were compared.",)
 
 
-NOT_PUT_BACK = pytest.mark.xfail(
-    strict=True, reason="what one comparison has changed in the model is not put back before the next one"
-)
-
-
-@pytest.mark.parametrize("room", [pytest.param(7, marks=NOT_PUT_BACK), 10])
+@pytest.mark.parametrize("room", [7, 10])
 @pytest.mark.parametrize("cause", ["batch norm", "hook on a gradient", "optimizer in backward"])
 def test_part_is_examined_like_the_whole(cause: str, room: int) -> None:
     """A batch that does not fit whole is told of the same layers and parameters as one that does."""
@@ -219,7 +214,6 @@ def test_check_leaves_no_trace(noisy: bool, refuses: torch.dtype | None, room: f
     assert acc.state_dict()["windows"] == 0
 
 
-@pytest.mark.xfail(strict=True, reason="gradients are turned into float64 with the parameters, and cannot be put back")
 def test_check_keeps_gradients() -> None:
     """Gradients that are there are as before after the check, as the same tensors."""
     model = Net()

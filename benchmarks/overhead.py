@@ -1,0 +1,122 @@
+"""What a window of the Accumulator costs over a correct loop written by hand: time and peak memory.
+
+    python benchmarks/overhead.py
+
+Times are of paired runs: the two loops take turns on two copies of one model, and every pair gives a difference. The loop
+by hand knows its weights beforehand, scales every loss, steps, and reads the loss once. Peak memory is counted by a virtual
+device.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import autoaccum
+from autoaccum.devices import VirtualDevice
+
+PAIRS = 60
+
+
+def build(width: int, layers: int) -> nn.Module:
+    """An MLP whose step takes a few tens of milliseconds on two cores."""
+    torch.manual_seed(0)
+    inner = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.GELU())]
+    return nn.Sequential(nn.Linear(64, width), nn.GELU(), *inner, nn.Linear(width, 10))
+
+
+class ByHand:
+    """The loop that a careful user writes."""
+
+    def __init__(self, model: nn.Module, micro_batch: int) -> None:
+        self.model, self.micro_batch = model, micro_batch
+        self.optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        """One optimizer step of the whole batch."""
+        inputs, targets = batch
+        total = torch.zeros(())
+        for start in range(0, len(inputs), self.micro_batch):
+            rows = slice(start, start + self.micro_batch)
+            loss = functional.cross_entropy(self.model(inputs[rows]), targets[rows])
+            part = loss * (len(inputs[rows]) / len(inputs))
+            part.backward()
+            total = total + part.detach()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(total)
+
+
+class ByAccumulator:
+    """The same by the Accumulator."""
+
+    def __init__(self, model: nn.Module, micro_batch: int) -> None:
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.acc = autoaccum.Accumulator(model, self.optimizer, micro_batch=micro_batch, loss_fn=functional.cross_entropy)
+
+    def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        """One optimizer step of the whole batch."""
+        return self.acc.step(batch).loss
+
+
+def timed(step: object, batch: object) -> float:
+    """Seconds of one call."""
+    begun = time.perf_counter()
+    step(batch)  # type: ignore[operator]
+    return time.perf_counter() - begun
+
+
+def compare(width: int, layers: int, rows: int, micro_batch: int) -> dict[str, object]:
+    """Paired times and peaks of one setting."""
+    model = build(width, layers)
+    batch = (torch.randn(rows, 64), torch.randint(10, (rows,)))
+    loops = [ByHand(copy.deepcopy(model), micro_batch), ByAccumulator(copy.deepcopy(model), micro_batch)]
+    for loop in loops * 5:
+        loop.step(batch)
+    times: list[list[float]] = [[], []]
+    for pair in range(PAIRS):
+        for which in (0, 1) if pair % 2 else (1, 0):
+            times[which].append(timed(loops[which].step, batch))
+    hand, own = (statistics.median(of_loop) for of_loop in times)
+    extra = statistics.median(b - a for a, b in zip(*times, strict=True))
+    steps = -(-rows // micro_batch)
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "rows": rows,
+        "micro_batches": steps,
+        "by_hand_ms": round(hand * 1e3, 2),
+        "accumulator_ms": round(own * 1e3, 2),
+        "ratio": round(1 + extra / hand, 4),
+        "extra_us_per_micro_batch": round(extra / steps * 1e6, 1),
+        "peak_ratio": round(peak_bytes(loops[1], batch) / peak_bytes(loops[0], batch), 4),
+    }
+
+
+def peak_bytes(loop: ByHand | ByAccumulator, batch: tuple[torch.Tensor, torch.Tensor]) -> int:
+    """Live bytes at the peak of one step, parameters and optimizer state included."""
+    device = VirtualDevice("64GiB")
+    model = loop.model if isinstance(loop, ByHand) else loop.acc._module
+    state = [value for values in loop.optimizer.state.values() for value in values.values()]
+    with device.limited_to(2**36), device.watched([*model.parameters(), *state]) as watch:
+        loop.step(batch)
+    return watch.peak_bytes
+
+
+def main() -> None:
+    """Print and write one row per setting."""
+    settings = ((256, 6, 4096, 512), (256, 6, 1024, 128), (512, 4, 512, 64), (512, 4, 64, 64), (64, 2, 64, 2))
+    rows = [compare(*setting) for setting in settings]
+    text = json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(), "rows": rows}, indent=2)
+    print(text)
+    (Path(__file__).parent / "results" / "overhead.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
