@@ -19,15 +19,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.manual_seed(0)
 config = LlamaConfig(
-    vocab_size=2048, hidden_size=128, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
+    vocab_size=2048, hidden_size=128, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
     max_position_embeddings=128, attention_dropout=0.1,
 )
 model = LlamaForCausalLM(config)
 model.train()
-ids = torch.randint(0, 2048, (48, 128))
+ids = torch.randint(0, 2048, (24, 128))
 labels = ids.clone()
-for row in range(48):
-    labels[row, 8 + 2 * row :] = -100  # uneven answers
+for row in range(24):
+    labels[row, 8 + 4 * row :] = -100  # uneven answers
 batch = {"input_ids": ids, "labels": labels}
 
 class Recording(torch.optim.SGD):
@@ -49,8 +49,8 @@ with device.steadied():
     device.release()
     held = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) * 1024
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (held + 320 * 2**20, before[1]))
-    acc, step, gradients, generator = run(48)
+    resource.setrlimit(resource.RLIMIT_DATA, (held + 160 * 2**20, before[1]))
+    acc, step, gradients, generator = run(24)
     second = acc.step(batch)
     resource.setrlimit(resource.RLIMIT_DATA, before)
     _, expected, reference, generator_expected = run(max(step.micro_batch_sizes))
@@ -71,10 +71,10 @@ def found(run_child: Any) -> dict[str, Any]:
 
 
 def test_window_is_replayed_smaller(found: dict[str, Any]) -> None:
-    """48 rows do not fit at once; the window goes through in smaller micro-batches, all rows in it."""
+    """24 rows do not fit at once; the window goes through in smaller micro-batches, all rows in it."""
     assert found["replays"] >= 1
     assert len(found["sizes"]) > 1
-    assert sum(found["sizes"]) == 48
+    assert sum(found["sizes"]) == 24
     assert found["weight"] == found["labels"]
 
 
