@@ -1,4 +1,4 @@
-from .accumulate import Accumulator
+from .accumulate.accumulator import Accumulator
 from .batches.slicing import Window
 from .batches.weights import tokens
 from .devices.virtual import VirtualDevice

@@ -58,7 +58,7 @@ class ByAccumulator:
     """The same by the Accumulator."""
 
     def __init__(self, model: nn.Module, micro_batch: int) -> None:
-        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.model, self.optimizer = model, torch.optim.AdamW(model.parameters())
         self.acc = autoaccum.Accumulator(model, self.optimizer, micro_batch=micro_batch, loss_fn=functional.cross_entropy)
 
     def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
@@ -102,9 +102,8 @@ def compare(width: int, layers: int, rows: int, micro_batch: int) -> dict[str, o
 def peak_bytes(loop: ByHand | ByAccumulator, batch: tuple[torch.Tensor, torch.Tensor]) -> int:
     """Live bytes at the peak of one step, parameters and optimizer state included."""
     device = VirtualDevice("64GiB")
-    model = loop.model if isinstance(loop, ByHand) else loop.acc._module
     state = [value for values in loop.optimizer.state.values() for value in values.values()]
-    with device.limited_to(2**36), device.watched([*model.parameters(), *state]) as watch:
+    with device.limited_to(2**36), device.watched([*loop.model.parameters(), *state]) as watch:
         loop.step(batch)
     return watch.peak_bytes
 

@@ -1,0 +1,343 @@
+"""One window on its way: attempts until one goes through, and then the step."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from math import inf, nan
+from typing import Any, TypeVar, final
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from autoaccum.accumulate.training import Training
+from autoaccum.batches.slicing import AbstractShare, Piece, Window
+from autoaccum.batches.structure import tensors_in
+from autoaccum.catching import Failure, attempted
+from autoaccum.devices import ERROR_ROWS
+from autoaccum.devices.base import Verdict, recognise
+from autoaccum.errors import AutoaccumError, InvalidRequestError
+from autoaccum.gradients import Accumulation, parameters_of, refuse_none, refuse_present
+from autoaccum.records import StepResult
+from autoaccum.reduction import Agreement, Standing, Status
+from autoaccum.window import Progress, Step, accumulate, take_step
+
+T = TypeVar("T")
+
+logger = logging.getLogger("autoaccum")
+
+TOO_LARGE = (Verdict.TOO_LARGE, Verdict.UNCLEAR, Verdict.CEILING)
+
+
+@final
+class Run:
+    """One window on its way: attempts until one goes through, and then the step."""
+
+    def __init__(self, training: Training, batch: Any) -> None:
+        self.training = training
+        self.progress = Progress()
+        self.scales: list[float] = []
+        self.loss: Tensor | None = None
+        self.accumulation: Accumulation | None = None
+        self._batch = batch
+        self._parameters = parameters_of(training.optimizer)
+        self._share: AbstractShare | None = None
+        self.pieces: tuple[Piece, ...] = ()
+        self._weight = 0.0
+        self._agreement: Agreement | None = None
+        self._versions: list[tuple[Tensor, int]] = []
+        self._replays = 0
+        self._limits_before: list[dict[str, Any]] | None = None
+
+    def contexts(self) -> ExitStack:
+        """The plan's levers on, the reducers of DistributedDataParallel off."""
+        training, stack = self.training, ExitStack()
+        if training.plan is not None:
+            stack.enter_context(training.plan.applied(training.module, training.optimizer))
+        for wrapped in training.wrapped:  # a step may call the wrapped model by a name of its own
+            stack.enter_context(_unsynchronised(wrapped))
+        return stack
+
+    def attempt(self) -> bool:
+        """Accumulate the whole window once; False when it has to be run again in smaller micro-batches."""
+        outcome = self.guarded(lambda: attempted(self._accumulate, (*TOO_LARGE, Verdict.FLOOR)))
+        if isinstance(outcome, Failure):
+            return self._recover(outcome)
+        self.loss = outcome
+        return self.agree()
+
+    def guarded(self, run: Callable[[], T]) -> T:
+        """Undo the window when its code raises, and let no other rank wait for this one."""
+        try:
+            return run()
+        except BaseException as error:
+            self.abandon(error)
+            raise
+
+    def abandon(self, error: BaseException) -> None:
+        """Undo the window, and let no other rank wait for this one."""
+        try:
+            lost = self.undo()
+        except RuntimeError as failure:  # a lost device context: the user's error matters more than this one
+            error.add_note(f"autoaccum could not undo the window: {failure}")
+        else:
+            if lost:
+                error.add_note(f"autoaccum kept no copy of the buffers {', '.join(lost[:5])}, which the window has changed.")
+        if isinstance(error, Exception):  # Ctrl-C reaches every rank by itself
+            self._tell_failure()
+
+    def complete(self) -> None:
+        """After the last micro-batch."""
+        assert self.accumulation is not None
+        self.accumulation.complete()
+
+    def piece_at_work(self) -> Piece:
+        """The micro-batch that was run last."""
+        return self.pieces[min(self.progress.index, len(self.pieces) - 1)]  # ranks in lockstep repeat the last one
+
+    def _accumulate(self) -> Tensor | None:
+        training = self.training
+        micro_batches = self.begin()
+        assert self.accumulation is not None
+        loss = accumulate(
+            micro_batches,
+            self.scales,
+            loss=training.loss,
+            place=self.place,
+            accumulation=self.accumulation,
+            progress=self.progress,
+            run_all=training.sharding.lockstep,
+        )
+        training.reducer.prepare(self._gradients())
+        return loss
+
+    def begin(self) -> Iterator[Any]:
+        """Start an attempt; gives the micro-batches, not yet placed, in the order of `scales`."""
+        training = self.training
+        if self._share is None:
+            refuse_present(self._parameters)
+            self._share = training.slicer.share(self._batch)
+            training.rewinder.mark()
+            self._versions = [(tensor, tensor._version) for tensor in self._tensors_in_reach()]
+        pieces, make = self._share.cut(training.caps.limit)
+        self.pieces = pieces
+        weights = self._weights(make)
+        self._weight = float(sum(weights))
+        self.scales = training.sharding.scales(weights, training.weigher.summed)
+        wide = len(self.scales) > 1 or training.reducer.world_size > 1
+        self.accumulation = Accumulation(self._parameters, training.backward, wide=wide)
+        return training.sharding.padded(make(), weights, len(self.scales))
+
+    def place(self, micro_batch: Any) -> Any:
+        """Put a micro-batch on the device, when its turn comes."""
+        self.training.sharding.entering(self.progress.index, len(self.scales))
+        return self.training.device.place(micro_batch)
+
+    def _tensors_in_reach(self) -> list[Tensor]:
+        """The batch's tensors that a training step could write into, because micro-batches are views of them."""
+        whole = list(self._batch) if isinstance(self._batch, Window) else self._batch
+        near = [tensor for tensor in tensors_in(whole) if tensor.device.type == self.training.device.torch_device.type]
+        return [tensor for tensor in near if not tensor.is_inference()]
+
+    def _weights(self, make: Callable[[], Iterator[Any]]) -> list[float]:
+        weigher = self.training.weigher
+        if any(piece.rows is None for piece in self.pieces) and weigher.counts_rows:
+            raise InvalidRequestError(
+                "the rows of a ready micro-batch cannot be counted; pass weight=: a function micro_batch -> number."
+            )
+        return weigher.weights([piece.rows or 0 for piece in self.pieces], make)
+
+    def _gradients(self) -> list[Tensor | None]:
+        """One entry per parameter on every rank; none where there is nothing to reduce, or FSDP has done it already."""
+        if self.training.sharding.is_sharded or self.training.reducer.world_size == 1:
+            return []
+        return [None] * len(self._parameters) if self.accumulation is None else self.accumulation.gradients()
+
+    def undo(self) -> list[str]:
+        """Back to the start of the window; gives the names of buffers that could not be put back."""
+        if self.accumulation is not None:
+            self.accumulation.discard()
+            self.accumulation = None
+        return self.training.rewinder.rewind() if self._share is not None else []
+
+    def _tell_failure(self) -> None:
+        if not self.training.sharding.lockstep:  # there the others wait inside the model, where nothing can be said
+            with suppress(RuntimeError):  # a lost connection: this rank's own error matters more
+                self.training.reducer.agree(Standing(Status.FAILED), self._gradients())
+
+    def _recover(self, failure: Failure) -> bool:
+        """After a failure that depends on the size: go back to the start, and cut otherwise, on every rank."""
+        training, phase = self.training, self.progress.phase
+        lost = self._set_back()
+        hindrance = self._hindrance(lost) or self._cut_otherwise(failure)
+        if hindrance is not None:
+            failure.error.add_note(f"autoaccum did not replay the window: {hindrance}")
+            if failure.row.verdict is Verdict.UNCLEAR and self._limits_before is not None:
+                training.caps.load(self._limits_before)  # it was not the size
+            self._tell_failure()
+            raise failure.error
+        piece = self.piece_at_work()
+        limit = training.caps.limit(piece.shape)
+        agreement = training.reducer.agree(Standing(Status.OUT_OF_MEMORY, limit=limit), self._gradients())
+        size = f"{piece.size:g} rows" if training.slicer.cost is None else f"a cost of {piece.size:g}"
+        self._note_replay(agreement.limit, f"{failure.message.splitlines()[0]} ({size}, {phase} pass)")
+        return False
+
+    def _cut_otherwise(self, failure: Failure) -> str | None:
+        """Learn from the failure how to cut; why that is impossible, if it is."""
+        slicer, caps, piece, floor = (
+            self.training.slicer,
+            self.training.caps,
+            self.piece_at_work(),
+            self.training.slicer.at_least,
+        )
+        self._limits_before = caps.state() if self._limits_before is None else self._limits_before
+        if failure.row.verdict is Verdict.FLOOR:
+            slicer.at_least = max(floor, (piece.rows or 0) + 1)
+        elif piece.cuttable:
+            caps.fail(piece.shape, piece.size)
+        else:
+            rows = "a single row" if piece.rows == 1 else "a micro-batch that cannot be cut (batch_dim= or split= may help)"
+            return f"it failed with {rows}."
+        assert self._share is not None
+        if self._share.cut(caps.limit).pieces != self.pieces:
+            return None
+        slicer.at_least = floor
+        return f"these {sum(piece.rows or 0 for piece in self.pieces)} rows cannot be cut in another way."
+
+    def _set_back(self) -> list[str]:
+        self.loss = None
+        lost = self.undo()
+        gc.collect()
+        self.training.device.release()
+        return lost
+
+    def _hindrance(self, lost: Sequence[str]) -> str | None:
+        """Why the window cannot be run again at all, None when it can."""
+        if self.training.on_oom == "raise":
+            return "on_oom='raise'."
+        if self.training.sharding.lockstep:
+            return "ranks run together (FSDP, SyncBatchNorm): the others wait inside the model. Use a smaller micro_batch."
+        if not self.pieces:
+            return "it failed before the batch was cut."
+        if lost:
+            return f"the buffers {', '.join(lost[:5])} have changed and no copy of them was kept."
+        if any(tensor._version != version for tensor, version in self._versions):
+            return "the training step has written into the batch; let it work on a copy."
+        return None
+
+    def agree(self) -> bool:
+        """Hear how the window went on the other ranks; False when one of them ran out of memory."""
+        training = self.training
+        try:
+            standing = Standing(Status.DONE, self._weight, fingerprint=training.fingerprint())
+            agreement = training.reducer.agree(standing, self._gradients())
+        except BaseException:
+            self.undo()
+            raise
+        if agreement.status is Status.DONE:
+            self._agreement, training.fingerprinted = agreement, True
+            return True
+        lost = self._set_back()
+        if lost:
+            self.guarded(lambda: _raise_lost(lost))
+        self._note_replay(agreement.limit, "another rank could not run it")
+        return False
+
+    def _note_replay(self, limit: float, where: str) -> None:
+        for piece in self.pieces:
+            self.training.caps.lower(piece.shape, piece.size, limit)
+        self._replays += 1
+        self.training.counts["replays"] += 1
+        cut = "cut otherwise" if limit == inf else f"in micro-batches of at most {limit:g}"
+        logger.warning("the window is run again, %s: %s", cut, where)
+
+    def finish(self) -> StepResult:
+        """Take the step that all ranks agreed on."""
+        training, agreement = self.training, self._agreement
+        assert agreement is not None and self.accumulation is not None
+        sizes = tuple(piece.rows for piece in self.pieces)
+        if not agreement.weight:
+            self.accumulation.discard()
+            training.counts["windows"] += 1
+            training.counts["skipped"] += 1
+            logger.warning("a window without any weight (no rows, or no labels that count) took no step")
+            return StepResult(loss=nan, weight=0.0, micro_batch_sizes=sizes, replays=self._replays, skipped=True)
+        part = 1.0 if training.weigher.summed else self._weight / agreement.weight
+        part = 1.0 / training.reducer.world_size if training.sharding.is_sharded else part
+        try:
+            step = self._step(agreement, part)
+            loss = 0.0 if self.loss is None else float(self.loss) * part
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        loss = training.reducer.settle(failed=False, loss=loss)
+        training.counts["windows"] += 1
+        training.rewinder.learn()
+        if not step.taken:
+            training.counts["skipped"] += 1
+            logger.warning("a gradient was not finite: the window took no step")
+        for shape in {piece.shape for piece in self.pieces}:
+            training.caps.run(shape, max(piece.size for piece in self.pieces if piece.shape == shape))
+        return StepResult(
+            loss=loss,
+            weight=agreement.weight,
+            micro_batch_sizes=sizes,
+            replays=self._replays,
+            skipped=not step.taken,
+            grad_norm=None if training.max_grad_norm is None else float(step.grad_norm),
+        )
+
+    def _step(self, agreement: Agreement, part: float) -> Step:
+        training = self.training
+        assert self.accumulation is not None
+        if not training.sharding.is_sharded:
+            training.reducer.reduce(self.accumulation, agreement, part)
+            if getattr(training.model, "broadcast_buffers", True):  # DistributedDataParallel's own switch
+                training.reducer.broadcast(training.module.buffers())
+        refuse_none(self.accumulation)
+        self.progress.phase = "optimizer"
+        step = take_step(self.accumulation, training.optimizer, scaler=training.scaler, max_grad_norm=training.max_grad_norm)
+        if step.taken and training.scheduler is not None:
+            training.scheduler.step()
+        return step
+
+    def _give_up(self, error: BaseException) -> None:
+        """After an error when the gradients were complete; what the optimizer has done cannot be taken back."""
+        training = self.training
+        if self.progress.phase != "optimizer":
+            self.undo()
+        elif self.accumulation is not None:
+            self.accumulation.discard()
+        if training.scaler is not None:
+            with suppress(AssertionError):  # it has seen no gradient yet
+                training.scaler.update()
+        row = recognise(error, ERROR_ROWS)
+        if row is not None and row.verdict in TOO_LARGE:
+            error.add_note(
+                "autoaccum does not replay an optimizer step: parameters and optimizer state may be changed in part. Go "
+                "back to a checkpoint, and leave the optimizer more room: a smaller budget or micro_batch, or foreach=False."
+            )
+        if isinstance(error, Exception):
+            with suppress(RuntimeError):  # a lost connection: this rank's own error matters more
+                training.reducer.settle(failed=True, loss=0.0)
+
+
+@contextmanager
+def _unsynchronised(wrapped: DistributedDataParallel) -> Iterator[None]:
+    """No collective in forward or backward: no_sync leaves the first forward's broadcast of buffers."""
+    before = wrapped.require_forward_param_sync
+    wrapped.require_forward_param_sync = False
+    try:
+        with wrapped.no_sync():
+            yield
+    finally:
+        wrapped.require_forward_param_sync = before
+
+
+def _raise_lost(lost: Sequence[str]) -> None:
+    raise AutoaccumError(
+        f"another rank ran out of memory, but this rank's buffers {', '.join(lost[:5])} changed and cannot be put back."
+    )

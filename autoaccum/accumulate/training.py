@@ -1,0 +1,84 @@
+"""Everything that the windows of one training run share."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, final
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from autoaccum.accumulate.arguments import check_options, slicer_for
+from autoaccum.batches.layout import BatchDim
+from autoaccum.batches.slicing import CostFn
+from autoaccum.batches.sources import SplitFn
+from autoaccum.batches.weights import Weigher
+from autoaccum.caps import Caps
+from autoaccum.devices import device_for
+from autoaccum.errors import InvalidRequestError
+from autoaccum.gradients import Backward
+from autoaccum.losses import LossFn, MicroBatchLoss, TrainingStep
+from autoaccum.plan import Plan
+from autoaccum.reduction import Reducer
+from autoaccum.rewind import Rewinder
+from autoaccum.sharding import Sharding, refuse_engines
+from autoaccum.workload import Weight, checked_optimizer, single_device, unwrapped
+
+
+@final
+class Training:
+    """The user's model, optimizer and options, with what has been learned from the windows so far. See `Accumulator`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        plan: Plan | None,
+        micro_batch: int | None,
+        loss_fn: LossFn | None,
+        training_step: TrainingStep | None,
+        weight: Weight,
+        scaler: torch.amp.GradScaler | None,
+        max_grad_norm: float | None,
+        scheduler: Any,
+        batch_dim: BatchDim,
+        split: SplitFn | None,
+        process_group: Any,
+        on_oom: Literal["replay", "raise"],
+        cost: CostFn | None,
+        max_cost: float | None,
+    ) -> None:
+        refuse_engines(model)
+        module = unwrapped(model)
+        if isinstance(model, nn.DataParallel):
+            module = model  # spreads a micro-batch over several devices in its own forward
+        if not isinstance(checked_optimizer(optimizer, module), Optimizer):
+            raise InvalidRequestError(
+                f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer over model.parameters()."
+            )
+        check_options(scaler, max_grad_norm, scheduler, on_oom, split)
+        self.model, self.module, self.optimizer, self.plan = model, module, optimizer, plan
+        self.wrapped = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.max_grad_norm, self.scheduler, self.on_oom = max_grad_norm, scheduler, on_oom
+        self.loss = MicroBatchLoss(module, loss_fn, training_step)
+        self.weigher = Weigher(weight, None if training_step is not None else loss_fn)
+        self.device = device_for(None, single_device(module))
+        if process_group is None and isinstance(model, DistributedDataParallel):
+            process_group = model.process_group
+        self.reducer = Reducer(process_group)
+        self.slicer = slicer_for(plan, micro_batch, cost, max_cost, self.reducer, batch_dim=batch_dim, split=split)
+        self.caps = Caps(whole=cost is None)
+        self.sharding = Sharding(module, self.reducer.ranks)
+        self.backward = Backward(self.scaler, module=module, look_for_others=not self.sharding.is_sharded)
+        self.rewinder = Rewinder(module, self.device.torch_device)
+        self.counts = {"windows": 0, "skipped": 0, "replays": 0}
+        self.fingerprinted = bool(self.wrapped) or self.sharding.is_sharded  # those start with the same parameters
+
+    def fingerprint(self) -> float:
+        """The sum of all parameters, before the first step of a model that nothing has made the same on all ranks."""
+        if self.fingerprinted or self.reducer.world_size == 1:
+            return 0.0
+        return sum(float(parameter.detach().double().sum()) for parameter in self.module.parameters())
