@@ -16,26 +16,6 @@ from torch import nn
 from autoaccum.errors import InvalidRequestError
 from autoaccum.ranks import Ranks
 
-_ENGINES = {
-    "DeepSpeedEngine": "its engine owns the gradients and steps them itself; give it the plan's numbers "
-    "(train_micro_batch_size_per_gpu, gradient_accumulation_steps) instead.",
-    "FullyShardedDataParallel": "FSDP1 keeps flat parameters that cannot be accumulated from outside; "
-    "use torch.distributed.fsdp.fully_shard (FSDP2).",
-}
-
-
-def refuse_engines(model: object) -> None:
-    """Refuse models that take their optimizer steps in their own way.
-
-    Raises:
-        InvalidRequestError: With the reason and the remedy.
-    """
-    parts = model.modules() if isinstance(model, nn.Module) else [model]
-    for part in parts:
-        for kind in type(part).__mro__:
-            if kind.__name__ in _ENGINES and kind.__module__.split(".")[0] in ("deepspeed", "torch"):
-                raise InvalidRequestError(f"model contains a {kind.__name__}: {_ENGINES[kind.__name__]}")
-
 
 @final
 class Sharding:

@@ -18,6 +18,7 @@ from autoaccum.batches.structure import tensors_in
 from autoaccum.catching import Failure, attempted
 from autoaccum.devices import ERROR_ROWS
 from autoaccum.devices.base import Verdict, recognise
+from autoaccum.engines import refuse_deferred_step
 from autoaccum.errors import AutoaccumError, InvalidRequestError
 from autoaccum.gradients import Accumulation, parameters_of, refuse_none, refuse_present
 from autoaccum.records import StepResult
@@ -117,6 +118,7 @@ class Run:
         """Start an attempt; gives the micro-batches, not yet placed, in the order of `scales`."""
         training = self.training
         if self._share is None:
+            refuse_deferred_step(training.optimizer)
             refuse_present(self._parameters)
             self._share = training.slicer.share(self._batch)
             training.rewinder.mark()

@@ -16,13 +16,14 @@ from autoaccum.batches.sources import SplitFn
 from autoaccum.batches.weights import Weigher
 from autoaccum.caps import Caps
 from autoaccum.devices import device_for
+from autoaccum.engines import refuse_engines, refuse_own_scaling
 from autoaccum.errors import InvalidRequestError
 from autoaccum.gradients import Backward
 from autoaccum.losses import LossFn, MicroBatchLoss, TrainingStep
 from autoaccum.plan import Plan
 from autoaccum.reduction import Reducer
 from autoaccum.rewind import Rewinder
-from autoaccum.sharding import Sharding, refuse_engines
+from autoaccum.sharding import Sharding
 from autoaccum.workload import Weight, checked_optimizer, single_device, unwrapped
 
 
@@ -58,6 +59,7 @@ class Training:
             raise InvalidRequestError(
                 f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer over model.parameters()."
             )
+        refuse_own_scaling(optimizer)
         check_options(scaler, max_grad_norm, scheduler, on_oom, split)
         self.model, self.module, self.optimizer, self.plan = model, module, optimizer, plan
         self.wrapped = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
