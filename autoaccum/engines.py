@@ -50,8 +50,8 @@ def refuse_deferred_step(optimizer: Optimizer) -> None:
     state = getattr(optimizer, "gradient_state", None) if _is_accelerated(optimizer) else None
     if state is not None and not state.sync_gradients:
         raise InvalidRequestError(
-            "inside accelerator.accumulate(), optimizers of Accelerate do not step; take the window outside of it: the whole "
-            "accumulation happens here."
+            "inside accelerator.accumulate(), optimizers of Accelerate do not step; take the window outside of it: the "
+            "whole accumulation happens here."
         )
 
 

@@ -145,6 +145,7 @@ class Accumulation:
         self._own_dtypes: list[Any] = []
         self._apart: dict[int, Tensor] = {}  # float32 sums, where a parameter cannot hold one
         self._sparse: list[Tensor] | None = None
+        self._witness: _Witness | None = None
         if _HAS_GRAD_DTYPE:
             self._own_dtypes = [parameter.grad_dtype for parameter in low]
             for parameter in low:
@@ -152,6 +153,7 @@ class Accumulation:
 
     def add(self, loss: Tensor) -> None:
         """Run the backward pass of one micro-batch's part of the loss."""
+        self._refuse_touched()
         self._backward(loss, self.parameters, is_first=self._sparse is None)
         if self._sparse is None:
             self._sparse = [p for p in self.parameters if p.grad is not None and p.grad.is_sparse]
@@ -160,9 +162,33 @@ class Accumulation:
                 parameter.grad = parameter.grad.coalesce()
         if not _HAS_GRAD_DTYPE:
             self._set_apart()
+        self._witness = next(map(_Witness.of, filter(_is_plain, self.parameters)), None)
+
+    def _refuse_touched(self) -> None:
+        """Refuse a training step that steps, clears or adds to gradients itself; one parameter is looked at.
+
+        Raises:
+            InvalidRequestError: With what happened.
+        """
+        seen = self._witness
+        if seen is None:
+            if self._sparse is None and self.parameters[0].grad is not None:
+                raise InvalidRequestError(f"the training step has run backward itself; {_OURS}")
+            return
+        if seen.parameter._version != seen.version:
+            raise InvalidRequestError(f"the training step has changed the parameters, as optimizer.step() does; {_OURS}")
+        gradient = seen.parameter.grad
+        if gradient is not seen.gradient or gradient is None or gradient._version != seen.gradient_version:
+            raise InvalidRequestError(f"the training step has cleared or changed gradients, as zero_grad() does; {_OURS}")
 
     def complete(self) -> None:
-        """After the last micro-batch: sparse gradients that came only after the first one have repeated entries."""
+        """After the last micro-batch: sparse gradients that came only after the first one have repeated entries.
+
+        Raises:
+            InvalidRequestError: When the training step has touched gradients.
+        """
+        if self._witness is not None:
+            self._refuse_touched()
         for parameter in self.parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
@@ -226,6 +252,29 @@ class Accumulation:
             parameter.grad = None
         self._apart.clear()
         self.narrow()
+
+
+_OURS = "backward, step and zero_grad happen here, once per window: a training step returns the loss and does no more."
+
+
+class _Witness(NamedTuple):
+    """A parameter with its gradient as they were after a backward pass."""
+
+    parameter: Tensor
+    version: int
+    gradient: Tensor
+    gradient_version: int
+
+    @staticmethod
+    def of(parameter: Tensor) -> _Witness:
+        """As they are now."""
+        assert parameter.grad is not None
+        return _Witness(parameter, parameter._version, parameter.grad, parameter.grad._version)
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    gradient = parameter.grad
+    return gradient is not None and not gradient.is_sparse and not is_traceable_wrapper_subclass(gradient)
 
 
 def refuse_present(parameters: Sequence[Tensor]) -> None:

@@ -34,6 +34,10 @@ class _Kept(NamedTuple):
             return not torch.equal(without_repeats(self.buffer), self.copy)
         return self.version is None or self.buffer._version != self.version
 
+    def is_replaced(self) -> bool:
+        """Whether another tensor is in the buffer's place."""
+        return self.registry.get(self.name) is not self.buffer
+
 
 @final
 class Rewinder:
@@ -76,6 +80,10 @@ class Rewinder:
             changed = [kept for kept in self._buffers if kept.changed()]
             self._knows_moving = True
         self._moving |= {(id(kept.registry), kept.name) for kept in changed}
+
+    def changed(self) -> list[Tensor]:
+        """The buffers as they were put in their places, of those whose values have changed since the mark."""
+        return [kept.buffer for kept in self._buffers if kept.buffer is not None and (kept.changed() or kept.is_replaced())]
 
     def rewind(self) -> list[str]:
         """Put generators and buffers back.

@@ -85,7 +85,7 @@ class Workload:
         if isinstance(self.source, BatchSource):
             _check_sample_device(sample, self.device)
             if batch_dim is None:
-                _refuse_time_as_rows(sample, self.module)
+                refuse_time_as_rows(sample, self.module)
 
     @property
     def device(self) -> torch.device:
@@ -253,8 +253,12 @@ def _check_sample_device(sample: Any, device: torch.device) -> None:
         )
 
 
-def _refuse_time_as_rows(sample: Any, module: nn.Module) -> None:
-    """Where the model has layers that take time first, a sample whose tensors all share two dimensions is ambiguous."""
+def refuse_time_as_rows(sample: Any, module: nn.Module) -> None:
+    """Where the model has layers that take time first, a sample whose tensors all share two dimensions is ambiguous.
+
+    Raises:
+        InvalidRequestError: With the layer and the remedy.
+    """
     second = shared_second_dim(sample)
     time_first = [
         name or type(layer).__name__

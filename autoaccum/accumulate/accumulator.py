@@ -211,7 +211,12 @@ class Accumulator:
             batch,
             self._training.loss,
             self._training.weigher,
-            Slicer(inf, batch_dim=self._training.slicer.batch_dim, split=self._training.slicer.split),
+            Slicer(
+                inf,
+                batch_dim=self._training.slicer.batch_dim,
+                split=self._training.slicer.split,
+                refuse=self._training.slicer.refuse,
+            ),
             optimizer=self._training.optimizer,
             device=self._training.device,
             max_rows=max_rows,

@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from math import inf, nan
+from math import inf, isnan, nan
 from typing import Any, TypeVar, final
 
 from torch import Tensor
@@ -249,8 +249,8 @@ class Run:
         return False
 
     def _note_replay(self, limit: float, where: str) -> None:
-        for piece in self.pieces:
-            self.training.caps.lower(piece.shape, piece.size, limit)
+        for shape in {piece.shape for piece in self.pieces}:  # where another rank needs less than this one
+            self.training.caps.lower(shape, max(piece.size for piece in self.pieces if piece.shape == shape), limit)
         self._replays += 1
         self.training.counts["replays"] += 1
         cut = "cut otherwise" if limit == inf else f"in micro-batches of at most {limit:g}"
@@ -276,6 +276,10 @@ class Run:
             self._give_up(error)
             raise
         loss = training.reducer.settle(failed=False, loss=loss)
+        if isnan(loss) and step.taken:
+            logger.warning(
+                "the loss of a window is NaN though its gradient is finite: is a micro-batch without labels in it?"
+            )
         training.counts["windows"] += 1
         training.rewinder.learn()
         if not step.taken:

@@ -24,7 +24,7 @@ from autoaccum.plan import Plan
 from autoaccum.reduction import Reducer
 from autoaccum.rewind import Rewinder
 from autoaccum.sharding import Sharding
-from autoaccum.workload import Weight, checked_optimizer, single_device, unwrapped
+from autoaccum.workload import Weight, checked_optimizer, refuse_time_as_rows, single_device, unwrapped
 
 
 @final
@@ -72,6 +72,7 @@ class Training:
             process_group = model.process_group
         self.reducer = Reducer(process_group)
         self.slicer = slicer_for(plan, micro_batch, cost, max_cost, self.reducer, batch_dim=batch_dim, split=split)
+        self.slicer.refuse = lambda batch: refuse_time_as_rows(batch, module)
         self.caps = Caps(whole=cost is None)
         self.sharding = Sharding(module, self.reducer.ranks)
         self.backward = Backward(self.scaler, module=module, look_for_others=not self.sharding.is_sharded)

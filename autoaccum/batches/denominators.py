@@ -95,6 +95,8 @@ def denominator_of(loss_fn: object) -> Denominator | None:
         >>> denominator(torch.tensor([0, 1, 1, -100]))
         4.5
     """
+    if type(loss_fn).__name__ == "OptimizedModule":  # what torch.compile makes of a module; its class is slow to import
+        loss_fn = getattr(loss_fn, "_orig_mod", loss_fn)
     if isinstance(loss_fn, nn.Module):
         changed = "forward" in vars(loss_fn) or type(loss_fn).__call__ is not nn.Module.__call__ or loss_fn._forward_hooks
         row = None if changed else next((row for row in DENOMINATORS if type(loss_fn).forward is row.forward), None)

@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from autoaccum.batches.structure import (
     children_of,
     covers,
@@ -77,6 +79,9 @@ def find_layout(batch: Any, batch_dim: BatchDim = None, *, rows: int | None = No
     """
     if not (batch_dim is None or batch_dim == "items" or isinstance(batch_dim, (int, Mapping))):
         raise InvalidRequestError(f"batch_dim={batch_dim!r} cannot be read. {_REMEDY}")
+    nested = [name_of(path) for path, leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.is_nested]
+    if nested:
+        raise InvalidRequestError(f"leaf {nested[0]!r} is a nested tensor, which cannot be cut; pass split=.")
     if isinstance(batch_dim, Mapping):
         layout = _layout_by_name(batch, {str(name): dim for name, dim in batch_dim.items()}, rows)
     elif isinstance(batch_dim, str):
@@ -112,12 +117,17 @@ def _layout_by_vote(carriers: list[Carrier], rows: int | None) -> Layout:
     votes = Counter(size for carrier in voters for size in carrier.readings)
     if rows is not None and rows in votes:
         return Layout(rows, _cuts_for(carriers, rows))
-    chosen = max(votes, key=lambda size: (votes[size], -_order(voters, size)))
+    chosen = max(votes, key=lambda size: (votes[size], _is_items_of_records(voters, size), -_order(voters, size)))
     rivals = {size for size, count in votes.items() if size != chosen and count == votes[chosen]}
     doubted = all(chosen in carrier.doubtful for carrier in voters if chosen in carrier.readings)
     if doubted or (rivals and votes[chosen] < len(voters)):
         raise InvalidRequestError(f"the rows of the sample cannot be told: {described(voters)}. {_REMEDY}")
     return Layout(chosen, _cuts_for(carriers, chosen))
+
+
+def _is_items_of_records(voters: list[Carrier], size: int) -> bool:
+    """Whether a list of records has so many items: three boxes in each do not make three rows."""
+    return any(next(iter(c.readings.items()), None) == (size, {c.path: "items"}) for c in voters)
 
 
 def _order(voters: list[Carrier], size: int) -> int:

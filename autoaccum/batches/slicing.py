@@ -106,6 +106,7 @@ class Slicer:
         at_least: The fewest rows that the model runs at all (2 where BatchNorm refuses one).
         planned: The sizes to use for a window of exactly their sum, while nothing has failed.
         cost: What a micro-batch costs; with it, `max_cost` is the limit instead of rows.
+        refuse: Raises where the caller knows a reason to doubt what was found without `batch_dim`.
     """
 
     def __init__(
@@ -119,10 +120,12 @@ class Slicer:
         planned: tuple[int, ...] = (),
         cost: CostFn | None = None,
         max_cost: float = inf,
+        refuse: Callable[[Any], None] | None = None,
     ) -> None:
         self.micro_batch, self.batch_dim, self.split = micro_batch, batch_dim, split
         self.multiple_of, self.at_least, self.planned = multiple_of, at_least, planned
         self.cost, self.max_cost = cost, max_cost
+        self.refuse = refuse
         self._layouts: dict[Any, Layout] = {}
 
     def share(self, batch: Any) -> AbstractShare:
@@ -150,6 +153,8 @@ class Slicer:
         if known is None:
             known = find_layout(batch, self.batch_dim)
             refuse_doubtful_layout(batch, known, self.batch_dim)
+            if self.refuse is not None and self.batch_dim is None:
+                self.refuse(batch)
             if len(self._layouts) >= _LAYOUTS_KEPT:  # a new one for every batch: lists of items of all sizes
                 self._layouts.clear()
             self._layouts[built] = known
@@ -275,6 +280,8 @@ class _ReadyShare(AbstractShare):
         return tuple(Piece(size, size, shape, size > 1) for size in sizes)
 
     def first(self, sizes: Sequence[int]) -> list[Any]:
+        if not self._micro_batches:
+            raise InvalidRequestError("the batch is empty; expected one with rows.")
         raise InvalidRequestError("a window of ready micro-batches is no whole batch; expected a batch that can be cut.")
 
     def _made(self, cuts: Sequence[Sequence[Piece]]) -> Iterator[Any]:

@@ -47,16 +47,22 @@ class AbstractSource(ABC):
     Attributes:
         length: How many distinct rows there are, None when not known or when the rows are only an example.
         description: In words, what the probe batch is made of.
+        distinct: How many different rows it can give, None when as many as are asked for.
         cuts_views: Micro-batches are views of one batch, so that the whole of it stays in memory.
     """
 
     length: int | None
     description: str
+    distinct: int | None = None
     cuts_views: ClassVar[bool] = False
 
     @abstractmethod
     def take(self, count: int) -> Any:
         """A fresh batch of `count` rows that shares no memory with the user's."""
+
+    def varied(self, count: int) -> Any:
+        """A fresh batch of `count` rows from all over the data, not the largest ones."""
+        return self.take(count)
 
     @abstractmethod
     def micro_batches(self, sizes: Sequence[int]) -> list[Any]:
@@ -75,6 +81,7 @@ class BatchSource(AbstractSource):
         self._batch = batch
         self._layout = find_layout(batch, batch_dim)
         refuse_doubtful_layout(batch, self._layout, batch_dim)
+        self.distinct = self._layout.rows
         self._order = _largest_rows_first(batch, self._layout)
         self.description = "the sample's " + describe(batch, self._layout) + (", the largest first" if self._order else "")
 
@@ -99,7 +106,7 @@ class SplitSource(AbstractSource):
         except InvalidRequestError:
             self._layout = None
         self.length = None if self._layout else opaque_length(batch)
-        rows = self._layout.rows if self._layout else self.length
+        self.distinct = rows = self._layout.rows if self._layout else self.length
         self.description = f"{type(batch).__name__} of {rows} rows, cut by split="
 
     def take(self, count: int) -> Any:
@@ -205,6 +212,7 @@ class ItemSource(AbstractSource):
         if not sizes:
             raise InvalidRequestError("the sample is an empty data set; expected at least one item.")
         self._order = sorted(sizes, key=lambda index: (-sizes[index], index))
+        self.distinct = len(self._order)
         spread = {sizes[self._order[0]], sizes[self._order[-1]]}
         of = f" of {self.length}" if self.length is not None and self.length > len(sizes) else ""
         sized = f"sizes {min(spread)} to {max(spread)}, the largest first" if len(spread) > 1 else "all of one size"
@@ -224,6 +232,12 @@ class ItemSource(AbstractSource):
 
     def take(self, count: int) -> Any:
         chosen = [self._order[position % len(self._order)] for position in range(count)]
+        return self._collate([self._item(index) for index in chosen])
+
+    def varied(self, count: int) -> Any:
+        known = sorted(self._order)
+        count = min(count, len(known))
+        chosen = [known[position * len(known) // count] for position in range(count)]
         return self._collate([self._item(index) for index in chosen])
 
     def _item(self, index: int) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 from collections.abc import Callable, Sequence
 from math import inf, isclose, isnan
 from typing import Any, NamedTuple, final
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autoaccum.batches.slicing import AbstractShare
-from autoaccum.batches.structure import leaves_of, mapped
+from autoaccum.batches.structure import leaves_of, mapped, name_of
 from autoaccum.batches.weights import Tokens, Weigher
 from autoaccum.checking import reasons
 from autoaccum.checking.dropout import without_dropout
@@ -86,6 +87,7 @@ class Examination:
             self._loss = MicroBatchLoss(module, _in_dtype(loss.loss_fn, dtype), loss.training_step)
         self._parameters = parameters_of(optimizer)
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._buffer_names = {id(buffer): name for name, buffer in module.named_buffers()}
         self._sizes = _uneven(rows)
         (self._whole,), self._parts = share.first([rows]), share.first(self._sizes)
         weights = [weigher(part, size) for part, size in zip(self._parts, self._sizes, strict=True)]
@@ -95,6 +97,8 @@ class Examination:
         self._rewinder = Rewinder(module, device.torch_device)
         self._rewinder.mark()
         self._divisors: list[_Divisor | None] = []
+        self._where = device.torch_device
+        self._carried_error, self._carried_names = 0.0, list[str]()
         first = next(iter(self._parameters), None)
         self._ran_in = torch.float32 if first is None else first.dtype
         self._tolerance = TOLERANCES.get(self._ran_in, 1e-4)
@@ -102,15 +106,19 @@ class Examination:
 
     def result(self) -> CheckResult:
         """The comparison, with its reasons."""
-        told, notes, in_backward = [], [], self._take_hooks("_post_accumulate_grad_hooks")
+        told, notes, in_backward = list[str](), self._about_labels(), self._take_hooks("_post_accumulate_grad_hooks")
         with without_dropout(self._module):
             gradients = self._gradients()
             error, ratio = gradients.error(), gradients.norm_ratio()
             divisor, is_certain = self._divided_by()
             if isnan(error):
                 told.append(reasons.NOT_A_NUMBER)
+            elif not float(gradients.whole.norm()):
+                told.append(reasons.NO_GRADIENT)
             elif error > self._tolerance:
                 told += self._reasons(gradients)
+            elif self._carries_over(gradients):
+                error, told = self._carried_error, [reasons.carried_over(self._carried_names)]
             elif divisor is not None and is_certain:
                 error, ratio = 1 - 1 / divisor, 1 / divisor
                 told.append(reasons.already_divided(divisor))
@@ -188,8 +196,19 @@ class Examination:
 
     def _is_random(self) -> bool:
         first = self._gradient(self._whole, 1.0)
-        second = self._gradient_as_it_comes(self._whole, 1.0)  # the generators have moved on
-        return relative(second, first) > self._tolerance
+        self._rewinder.rewind()
+        for draw in (random.random, np.random.random, lambda: torch.rand(1), lambda: torch.rand(1, device=self._where)):
+            draw()
+        return relative(self._gradient_as_it_comes(self._whole, 1.0), first) > self._tolerance
+
+    def _carries_over(self, gradients: _Gradients) -> bool:
+        """Whether a micro-batch leaves something behind that the next one is computed with, as in training."""
+        first = self._gradient(self._parts[0], self._scales[0])
+        moved = {id(buffer) for buffer in self._rewinder.changed()}
+        second = self._gradient_as_it_comes(self._parts[1], self._scales[1])
+        self._carried_names = [name for buffer, name in self._buffer_names.items() if buffer in moved]
+        self._carried_error = relative(first + second, gradients.whole)
+        return self._carried_error > self._tolerance and not self._is_random()
 
     def _freeze_batch_norms(self) -> list[str]:
         found = []
@@ -281,6 +300,15 @@ class Examination:
             named = getattr(self._loss.loss_fn, "__name__", type(self._loss.loss_fn).__name__)
             return f"The loss {named}"
         return f"The loss of {type(self._module).__name__}"
+
+    def _about_labels(self) -> list[str]:
+        """What this batch cannot show: a weight by label, where all labels are the same."""
+        labels = [(path, leaf) for path, leaf in leaves_of(self._whole) if isinstance(leaf, Tensor) and leaf.numel() > 1]
+        return [
+            reasons.same_labels(name_of(path))
+            for path, leaf in labels
+            if leaf.dtype == torch.int64 and bool((leaf == leaf.flatten()[0]).all())
+        ]
 
     def _divided_by(self) -> tuple[float | None, bool]:
         """The number of micro-batches, where the loss of the whole and of each part is divided by just that.

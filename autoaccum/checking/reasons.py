@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 NOT_A_NUMBER = "The loss or its gradient is NaN on this batch, so nothing can be compared. Check another batch."
 
+NO_GRADIENT = "The gradient of the whole batch is zero, so nothing can be compared. Check another batch, or the loss."
+
 RANDOM = (
     "Two runs of the same batch give different gradients: the model or the loss draws random numbers (noise, masks, "
-    "stochastic depth), so no split can be compared with the whole. Turn that off and check again."
+    "stochastic depth) or keeps a state of its own, so no split can be compared with the whole. Turn that off and check "
+    "again."
 )
 
 
@@ -40,6 +43,23 @@ def optimizer_in_backward(names: Sequence[str]) -> str:
     return (
         f"{_listed('Parameter', names)}: a hook runs after each gradient is accumulated, so once per micro-batch. An "
         "optimizer in the backward pass would step with every part of the batch. Remove it: the window steps once."
+    )
+
+
+def carried_over(names: Sequence[str]) -> str:
+    """State that one micro-batch leaves to the next."""
+    what = _listed("Buffer", names) if names else "Something outside of the buffers"
+    return (
+        f"{what}: every micro-batch changes it, and the next one is computed with what it has become (power iterations of "
+        "spectral_norm, running averages in use), where the whole batch changes it once. No accumulation repairs that; "
+        "freeze it in the forward pass and update it once per step."
+    )
+
+
+def same_labels(name: str) -> str:
+    """A batch that cannot show a wrong weight."""
+    return (
+        f"all values of {name} are the same, so a weight by label (class weights, ignored labels) was not put to the test."
     )
 
 

@@ -17,7 +17,7 @@ from autoaccum.catching import Failure, attempted
 from autoaccum.checking.examination import Examination
 from autoaccum.devices import device_for
 from autoaccum.devices.base import AbstractDevice, Verdict
-from autoaccum.errors import InvalidRequestError
+from autoaccum.errors import AutoaccumError, InvalidRequestError
 from autoaccum.losses import MicroBatchLoss
 from autoaccum.preserve import Snapshot, preserved
 from autoaccum.records import CheckResult
@@ -77,11 +77,17 @@ def check_workload(workload: Workload, rows: int, device: object = None) -> Chec
     workload.set_training_mode()
     source = workload.source
     count = whole_number(rows, "rows", "the rows to compare")
-    batch = source.take(count if source.length is None else min(count, source.length))
+    if source.distinct == 1:
+        raise InvalidRequestError(
+            "the target's sample has a single row, and copies of it would hide every difference; give it a sample of "
+            "several rows, or a function n -> batch."
+        )
+    if source.length is not None:
+        count = min(count, source.length)
     result = check_split(
         workload.module,
-        batch,
-        workload.loss,
+        source.varied(count),
+        MicroBatchLoss(workload.module, workload.loss.loss_fn, workload.loss.training_step),  # not the mean of the outputs
         workload.weigher,
         Slicer(inf, batch_dim=workload.batch_dim, split=workload.split),
         optimizer=workload.make_optimizer(),
@@ -121,6 +127,8 @@ def _examined(
 
     try:
         return run(torch.float64)
+    except AutoaccumError:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever a model says of float64, it may run as it is; else its own error follows
         refusal = f"{type(error).__name__}: {error}".split("\n")[0][:200]
     snapshot.restore()

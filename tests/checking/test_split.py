@@ -350,7 +350,34 @@ def test_too_few_rows_of_a_workload(rows: Any) -> None:
         check_workload(workload, rows)
 
 
-def test_loss_that_nobody_gave_to_a_workload_is_noted() -> None:
-    """Where the mean of the outputs stands in for a loss, the check says so."""
-    result = check_workload(Workload(Net(), torch.randn(6, 4)), 6)
-    assert any("No loss was given" in note for note in result.notes)
+def test_loss_that_nobody_gave_to_a_workload_is_refused() -> None:
+    """The mean of the outputs, which may stand in for a loss in a probe, is nothing to call exact."""
+    with pytest.raises(InvalidRequestError, match="no loss was given"):
+        check_workload(Workload(Net(), torch.randn(6, 4)), 6)
+
+
+def test_single_row_is_not_copied() -> None:
+    """Copies of one row hide every difference: a sample of one row is refused."""
+    with pytest.raises(InvalidRequestError, match="copies of it would hide every difference"):
+        check_workload(Workload(Net(), (torch.randn(1, 4), torch.randn(1, 3)), loss_fn=functional.mse_loss), 16)
+
+
+def test_rows_come_from_all_over_a_data_set() -> None:
+    """A sorted data set is compared at rows of both of its classes, so that weights of classes show."""
+    inputs, targets = torch.randn(50, 4), torch.tensor([0] * 40 + [1] * 10)
+    weight = torch.tensor([0.1, 5.0, 1.0], dtype=torch.float64)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output, target, weight=weight)
+
+    data = torch.utils.data.TensorDataset(inputs, targets)
+    assert not check_workload(Workload(Net(), data, loss_fn=loss), 10).exact
+
+
+def test_labels_that_are_all_the_same_are_noted() -> None:
+    """A batch of one class cannot show that classes weigh differently, and the result says so."""
+    result = check_workload(
+        Workload(Net(), (torch.randn(6, 4), torch.ones(6, dtype=torch.long)), loss_fn=functional.cross_entropy), 6
+    )
+    assert result.exact
+    assert any("all values of 1 are the same" in note for note in result.notes)
