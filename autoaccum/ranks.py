@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, final
 
 import torch.distributed as dist
 
-from autoaccum.errors import RankMismatchError
+from autoaccum.errors import InvalidRequestError, RankMismatchError
 from autoaccum.records import Fit, Outcome, OutOfMemory, Refused
 
 T = TypeVar("T")
@@ -31,6 +31,9 @@ class Ranks:
 
     Args:
         process_group: None takes the default group where there is one.
+
+    Raises:
+        InvalidRequestError: When this process is not in the group.
     """
 
     def __init__(self, process_group: Any = None) -> None:
@@ -38,6 +41,8 @@ class Ranks:
         self._together = dist.is_available() and dist.is_initialized()
         self.world_size = dist.get_world_size(process_group) if self._together else 1
         self.rank = dist.get_rank(process_group) if self._together else 0
+        if self.rank < 0:
+            raise InvalidRequestError("this process is not one of the ranks of process_group=; it cannot take part.")
 
     def agree(self, report: Report) -> Report:
         """The worst of all ranks' outcomes; time is up when it is up anywhere.
@@ -61,9 +66,7 @@ class Ranks:
         dist.all_gather_object(given, (value, error), group=self._group)
         failed = [(rank, other) for rank, (_, other) in enumerate(given) if other is not None]
         if failed and error is None:
-            raise RankMismatchError(
-                f"rank {failed[0][0]} failed while probing ({failed[0][1]}); its own traceback says where."
-            )
+            raise RankMismatchError(f"rank {failed[0][0]} failed ({failed[0][1]}); its own traceback says where.")
         return [value for value, _ in given]
 
 

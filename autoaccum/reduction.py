@@ -87,34 +87,33 @@ class Reducer:
         if self.world_size == 1:
             return Agreement(standing.weight, standing.status, standing.limit)
         world, count = self.world_size, len(gradients)
-        # A column for each rank (status, limit, fingerprint), and for each kind of gradient how many ranks have it.
-        by_rank = torch.zeros(3, world, dtype=torch.float64)
+        own = [len(gradients), sum(g is not None and not g.is_sparse for g in gradients)]
         limit = -1.0 if standing.limit == inf else standing.limit
+        by_rank = torch.zeros(5, world, dtype=torch.float64)  # a column for each rank
         by_rank[:, self.ranks.rank] = torch.tensor(
-            [float(standing.status), limit, standing.fingerprint], dtype=torch.float64
+            [float(standing.status), limit, standing.fingerprint, *own], dtype=torch.float64
         )
-        kinds = torch.tensor(
-            [[g is not None and not g.is_sparse for g in gradients], [g is not None and g.is_sparse for g in gradients]],
-            dtype=torch.float64,
-        )
-        said = torch.cat([torch.tensor([standing.weight], dtype=torch.float64), by_rank.flatten(), kinds.flatten()])
-        heard = self._summed(said)
-        statuses, limits, fingerprints = heard[1 : 1 + 3 * world].view(3, world).tolist()
-        dense, sparse = heard[1 + 3 * world :].view(2, count).tolist()
+        heard = self._summed(torch.cat([torch.tensor([standing.weight], dtype=torch.float64), by_rank.flatten()]))
+        statuses, limits, fingerprints, counts, dense = heard[1:].view(5, world).tolist()
         self._raise_for(statuses, standing.status)
         status = Status(int(max(statuses)))
-        if status is Status.DONE and not all(isclose(first, fingerprints[0], rel_tol=1e-9) for first in fingerprints):
-            raise RankMismatchError(
-                f"the ranks' parameters differ before the first step (their sums: {fingerprints[:4]}); give all ranks the "
-                "same, by the same seed or checkpoint, or wrap the model in DistributedDataParallel."
-            )
+        if status is Status.DONE:
+            _refuse_differing(fingerprints, counts)
+        # Which rank lacks which gradient is only asked where one lacks any.
+        complete = status is not Status.DONE or dense == counts
+        kinds = [(world, 0)] * count if complete else self._kinds(gradients)
         return Agreement(
             weight=float(heard[0]),
             status=status,
             limit=min(inf if limit < 0 else limit for limit in limits),
-            dense=tuple(map(int, dense)),
-            sparse=tuple(map(int, sparse)),
+            dense=tuple(dense_ranks for dense_ranks, _ in kinds),
+            sparse=tuple(sparse_ranks for _, sparse_ranks in kinds),
         )
+
+    def _kinds(self, gradients: Sequence[Tensor | None]) -> list[tuple[int, int]]:
+        """On how many ranks each parameter has a dense and a sparse gradient."""
+        own = [(g is not None and not g.is_sparse, g is not None and g.is_sparse) for g in gradients]
+        return [(int(dense), int(sparse)) for dense, sparse in self._summed(torch.tensor(own, dtype=torch.float64)).tolist()]
 
     def settle(self, failed: bool, loss: float) -> float:
         """Say whether this rank's step was taken, and its part of the loss; gives the loss over all ranks.
@@ -222,6 +221,30 @@ class Reducer:
                 flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
                 dist.broadcast(flat, source, group=self._group)
                 _unflatten(flat, bucket)
+
+
+def _refuse_differing(fingerprints: Sequence[float], counts: Sequence[float]) -> None:
+    if len(set(counts)) > 1:
+        raise RankMismatchError(
+            f"the ranks train different numbers of parameters ({[int(count) for count in counts[:8]]}); freeze the same "
+            "ones on all ranks."
+        )
+    if not all(isclose(fingerprint, fingerprints[0], rel_tol=1e-12) for fingerprint in fingerprints):
+        raise RankMismatchError(
+            "the ranks' parameters differ before the first step; give all ranks the same, by the same seed or checkpoint, "
+            "or wrap the model in DistributedDataParallel."
+        )
+
+
+def fingerprint_of(tensors: Iterable[Tensor]) -> float:
+    """A number in which values and their order count, and NaN does not."""
+    total = 0.0
+    for tensor in tensors:
+        for index, part in enumerate(torch.split(tensor.detach().reshape(-1), 2**20)):
+            values = part.double().nan_to_num()
+            places = torch.linspace(1.0, 2.0 + index, len(values), dtype=torch.float64, device=values.device)
+            total = total * 0.7 + float(values @ places)
+    return total
 
 
 def _unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:

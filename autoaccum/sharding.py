@@ -41,6 +41,7 @@ class Sharding:
         Over ranks that do not run together this is the mean over this rank; the reduction makes it the mean over all.
 
         Raises:
+            RankMismatchError: When another rank has given up.
             InvalidRequestError: On every rank, when ranks that run together do not all have data.
         """
         total, count = sum(weights), len(weights)
@@ -56,6 +57,10 @@ class Sharding:
         size = self._ranks.world_size if self.is_sharded else 1  # FSDP divides by it
         scales = [size * (1.0 if summed else weight / total if total else 0.0) for weight in weights]
         return scales + [0.0] * (count - len(scales))
+
+    def give_up(self, error: Exception) -> None:
+        """Say that this rank has failed before its first micro-batch, where the others wait in `scales`."""
+        self._ranks.gather((0.0, 0), f"{type(error).__name__}: {error}")
 
     def padded(self, micro_batches: Iterable[Any], weights: Sequence[float], count: int) -> Iterator[Any]:
         """The micro-batches, and the last one again as often as other ranks have more."""

@@ -18,7 +18,7 @@ ROWS = (
     ("schedule", "caps"),
     ("search", "batches"),
     ("choose", "devices", "preserve", "ranks", "calling"),
-    ("losses", "catching", "gradients", "rewind", "sharding", "engines"),
+    ("losses", "catching", "gradients", "rewind", "sharding", "engines", "wrapped"),
     ("workload", "reduction"),
     ("window", "budget"),
     ("probing", "checking"),

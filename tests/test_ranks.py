@@ -177,7 +177,7 @@ def test_request_refused_on_one_rank_ends_all_ranks(tmp_path: Path) -> None:
         """,
         tmp_path,
     )
-    assert answers[0].startswith("RankMismatchError: rank 1 failed while probing (InvalidRequestError")
+    assert answers[0].startswith("RankMismatchError: rank 1 failed (InvalidRequestError")
     assert answers[1].startswith("InvalidRequestError: budget='9GiB'")
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from math import inf, isnan, nan
 from typing import Any, TypeVar, final
 
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from autoaccum.accumulate.training import Training
 from autoaccum.batches.slicing import AbstractShare, Piece, Window
@@ -19,11 +18,12 @@ from autoaccum.catching import Failure, attempted
 from autoaccum.devices import ERROR_ROWS
 from autoaccum.devices.base import Verdict, recognise
 from autoaccum.engines import refuse_deferred_step
-from autoaccum.errors import AutoaccumError, InvalidRequestError
+from autoaccum.errors import AutoaccumError, InvalidRequestError, RankMismatchError
 from autoaccum.gradients import Accumulation, parameters_of, refuse_none, refuse_present
 from autoaccum.records import StepResult
 from autoaccum.reduction import Agreement, Standing, Status
 from autoaccum.window import Progress, Step, accumulate, take_step
+from autoaccum.wrapped import unsynchronised
 
 T = TypeVar("T")
 
@@ -51,14 +51,14 @@ class Run:
         self._versions: list[tuple[Tensor, int]] = []
         self._replays = 0
         self._limits_before: list[dict[str, Any]] | None = None
+        self._in_step = False  # with the other ranks, where they run together
 
     def contexts(self) -> ExitStack:
         """The plan's levers on, the reducers of DistributedDataParallel off."""
         training, stack = self.training, ExitStack()
         if training.plan is not None:
             stack.enter_context(training.plan.applied(training.module, training.optimizer))
-        for wrapped in training.wrapped:  # a step may call the wrapped model by a name of its own
-            stack.enter_context(_unsynchronised(wrapped))
+        stack.enter_context(unsynchronised(training.wrapped))  # a step may call the wrapped model by a name of its own
         return stack
 
     def attempt(self) -> bool:
@@ -87,7 +87,7 @@ class Run:
             if lost:
                 error.add_note(f"autoaccum kept no copy of the buffers {', '.join(lost[:5])}, which the window has changed.")
         if isinstance(error, Exception):  # Ctrl-C reaches every rank by itself
-            self._tell_failure()
+            self._tell_failure(error)
 
     def complete(self) -> None:
         """After the last micro-batch."""
@@ -118,6 +118,7 @@ class Run:
         """Start an attempt; gives the micro-batches, not yet placed, in the order of `scales`."""
         training = self.training
         if self._share is None:
+            training.refuse_broken()
             refuse_deferred_step(training.optimizer)
             refuse_present(self._parameters)
             self._share = training.slicer.share(self._batch)
@@ -127,6 +128,7 @@ class Run:
         self.pieces = pieces
         weights = self._weights(make)
         self._weight = float(sum(weights))
+        self._in_step = True
         self.scales = training.sharding.scales(weights, training.weigher.summed)
         wide = len(self.scales) > 1 or training.reducer.world_size > 1
         self.accumulation = Accumulation(self._parameters, training.backward, wide=wide)
@@ -164,8 +166,11 @@ class Run:
             self.accumulation = None
         return self.training.rewinder.rewind() if self._share is not None else []
 
-    def _tell_failure(self) -> None:
-        if not self.training.sharding.lockstep:  # there the others wait inside the model, where nothing can be said
+    def _tell_failure(self, error: Exception) -> None:
+        if self.training.sharding.lockstep:
+            if not self._in_step:  # else the others wait inside the model, where nothing can be said
+                self.training.sharding.give_up(error)
+        else:
             with suppress(RuntimeError):  # a lost connection: this rank's own error matters more
                 self.training.reducer.agree(Standing(Status.FAILED), self._gradients())
 
@@ -178,7 +183,7 @@ class Run:
             failure.error.add_note(f"autoaccum did not replay the window: {hindrance}")
             if failure.row.verdict is Verdict.UNCLEAR and self._limits_before is not None:
                 training.caps.load(self._limits_before)  # it was not the size
-            self._tell_failure()
+            self._tell_failure(failure.error)
             raise failure.error
         piece = self.piece_at_work()
         limit = training.caps.limit(piece.shape)
@@ -207,7 +212,8 @@ class Run:
         if self._share.cut(caps.limit).pieces != self.pieces:
             return None
         slicer.at_least = floor
-        return f"these {sum(piece.rows or 0 for piece in self.pieces)} rows cannot be cut in another way."
+        with_floor = f" with at least {floor} rows in each micro-batch" if floor > 1 else ""
+        return f"these {sum(piece.rows or 0 for piece in self.pieces)} rows cannot be cut in another way{with_floor}."
 
     def _set_back(self) -> list[str]:
         self.loss = None
@@ -275,7 +281,11 @@ class Run:
         except BaseException as error:
             self._give_up(error)
             raise
-        loss = training.reducer.settle(failed=False, loss=loss)
+        try:
+            loss = training.reducer.settle(failed=False, loss=loss)
+        except RankMismatchError:
+            training.broken = True
+            raise
         if isnan(loss) and step.taken:
             logger.warning(
                 "the loss of a window is NaN though its gradient is finite: is a micro-batch without labels in it?"
@@ -326,21 +336,10 @@ class Run:
                 "autoaccum does not replay an optimizer step: parameters and optimizer state may be changed in part. Go "
                 "back to a checkpoint, and leave the optimizer more room: a smaller budget or micro_batch, or foreach=False."
             )
+            training.broken = training.reducer.world_size > 1
         if isinstance(error, Exception):
             with suppress(RuntimeError):  # a lost connection: this rank's own error matters more
                 training.reducer.settle(failed=True, loss=0.0)
-
-
-@contextmanager
-def _unsynchronised(wrapped: DistributedDataParallel) -> Iterator[None]:
-    """No collective in forward or backward: no_sync leaves the first forward's broadcast of buffers."""
-    before = wrapped.require_forward_param_sync
-    wrapped.require_forward_param_sync = False
-    try:
-        with wrapped.no_sync():
-            yield
-    finally:
-        wrapped.require_forward_param_sync = before
 
 
 def _raise_lost(lost: Sequence[str]) -> None:

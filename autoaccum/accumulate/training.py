@@ -17,14 +17,15 @@ from autoaccum.batches.weights import Weigher
 from autoaccum.caps import Caps
 from autoaccum.devices import device_for
 from autoaccum.engines import refuse_engines, refuse_own_scaling
-from autoaccum.errors import InvalidRequestError
+from autoaccum.errors import InvalidRequestError, RankMismatchError
 from autoaccum.gradients import Backward
 from autoaccum.losses import LossFn, MicroBatchLoss, TrainingStep
 from autoaccum.plan import Plan
-from autoaccum.reduction import Reducer
+from autoaccum.reduction import Reducer, fingerprint_of
 from autoaccum.rewind import Rewinder
 from autoaccum.sharding import Sharding
 from autoaccum.workload import Weight, checked_optimizer, refuse_time_as_rows, single_device, unwrapped
+from autoaccum.wrapped import refuse_wrapped
 
 
 @final
@@ -60,6 +61,7 @@ class Training:
                 f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer over model.parameters()."
             )
         refuse_own_scaling(optimizer)
+        refuse_wrapped(model, process_group)
         check_options(scaler, max_grad_norm, scheduler, on_oom, split)
         self.model, self.module, self.optimizer, self.plan = model, module, optimizer, plan
         self.wrapped = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
@@ -80,8 +82,20 @@ class Training:
         self.counts = {"windows": 0, "skipped": 0, "replays": 0}
         self.fingerprinted = bool(self.wrapped) or self.sharding.is_sharded  # those start with the same parameters
 
+        self.broken = False  # a rank has failed in the optimizer's step, which others have taken
+
     def fingerprint(self) -> float:
-        """The sum of all parameters, before the first step of a model that nothing has made the same on all ranks."""
-        if self.fingerprinted or self.reducer.world_size == 1:
-            return 0.0
-        return sum(float(parameter.detach().double().sum()) for parameter in self.module.parameters())
+        """A number made of all parameters, before the first step of a model that nothing has made the same on all ranks."""
+        return 0.0 if self.fingerprinted or self.reducer.world_size == 1 else fingerprint_of(self.module.parameters())
+
+    def refuse_broken(self) -> None:
+        """Refuse to go on with ranks whose parameters differ.
+
+        Raises:
+            RankMismatchError: After an optimizer step that failed on some rank.
+        """
+        if self.broken:
+            raise RankMismatchError(
+                "an optimizer step has failed on a rank while others took it, so parameters differ between ranks; load a "
+                "checkpoint on every rank and make a new Accumulator."
+            )

@@ -375,6 +375,118 @@ def explicit() -> dict[str, Any]:
     return {"error": relative(optimizer.gradients, expected), "sizes": window.result.micro_batch_sizes}
 
 
+def forward_before(who: list[int]) -> dict[str, Any]:
+    """A forward of the wrapped model outside of any window, with gradients on, before each of two windows."""
+    model = Net().double()
+    # Its own broadcast of buffers, in a forward on one rank alone, would be the user's mistake.
+    ddp = DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False)
+    optimizer = Recording(model.parameters(), lr=0.0)
+    acc = Accumulator(ddp, optimizer, micro_batch=4, loss_fn=nn.CrossEntropyLoss())
+    expected = whole_gradient(model, functional.cross_entropy)
+    inputs, targets = data()
+    errors = []
+    for _ in range(2):
+        if RANK in who:
+            ddp(inputs[:2])
+        acc.step((inputs[MINE], targets[MINE]))
+        errors.append(relative(optimizer.gradients, expected))
+    return {"error": max(errors)}
+
+
+def inner_model() -> dict[str, Any]:
+    """The accumulator has the module, and the step calls the wrapped model."""
+    model = Net().double()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = Recording(model.parameters(), lr=0.0)
+    acc = Accumulator(
+        model, optimizer, micro_batch=4, weight=counted, training_step=lambda model, batch: cross_entropy_step(ddp, batch)
+    )
+    expected = whole_gradient(model, functional.cross_entropy)
+    inputs, targets = data()
+    acc.step((inputs[MINE], targets[MINE]))
+    return {"error": relative(optimizer.gradients, expected)}
+
+
+def counted(batch: tuple[Tensor, Tensor]) -> int:
+    return int((batch[1] != IGNORED).sum())
+
+
+def two_networks() -> dict[str, Any]:
+    """A GAN of two wrapped networks against one without ranks."""
+
+    def build() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(3)
+        return nn.Linear(4, 6).double(), nn.Linear(6, 1).double()
+
+    def d_loss(generate: nn.Module, judge: nn.Module, real: Tensor, noise: Tensor) -> Tensor:
+        return functional.softplus(-judge(real)).mean() + functional.softplus(judge(generate(noise).detach())).mean()
+
+    def g_loss(generate: nn.Module, judge: nn.Module, noise: Tensor) -> Tensor:
+        return functional.softplus(-judge(generate(noise))).mean()
+
+    real, noise = data()[0], data()[0][:, :4]
+    g, d = build()
+    optimizers = [SGD(g.parameters(), lr=0.5), SGD(d.parameters(), lr=0.5)]
+    for _ in range(3):
+        d_loss(g, d, real, noise).backward()
+        optimizers[1].step()
+        g.zero_grad()
+        d.zero_grad()
+        g_loss(g, d, noise).backward()
+        optimizers[0].step()
+        g.zero_grad()
+        d.zero_grad()
+    own_g, own_d = build()
+    ddp_g, ddp_d = DistributedDataParallel(own_g), DistributedDataParallel(own_d)
+    acc_d = Accumulator(
+        ddp_d, SGD(own_d.parameters(), lr=0.5), micro_batch=3, training_step=lambda m, b: d_loss(ddp_g, ddp_d, b[0], b[1])
+    )
+    acc_g = Accumulator(
+        ddp_g, SGD(own_g.parameters(), lr=0.5), micro_batch=3, training_step=lambda m, b: g_loss(ddp_g, ddp_d, b)
+    )
+    for _ in range(3):
+        acc_d.step((real[MINE], noise[MINE]))
+        acc_g.step(noise[MINE])
+    own = [*own_g.parameters(), *own_d.parameters()]
+    return {"error": relative([p.detach() for p in own], [p.detach() for p in (*g.parameters(), *d.parameters())])}
+
+
+def other_parameters() -> list[str]:
+    """Rank 1 starts with rows of a weight exchanged, whose sum is the same."""
+    model = Net()
+    if RANK == 1:
+        model.first.weight.data = model.first.weight.data.flip(0)
+    acc = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch=2, training_step=cross_entropy_step)
+    return raises(lambda: acc.step((torch.randn(4, 6), torch.zeros(4, dtype=torch.long))))
+
+
+def fewer_trainable() -> list[str]:
+    """Rank 1 has frozen a parameter."""
+    model = Net()
+    model.last.bias.requires_grad_(RANK != 1)
+    acc = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch=2, training_step=cross_entropy_step)
+    return raises(lambda: acc.step((torch.randn(4, 6), torch.zeros(4, dtype=torch.long))))
+
+
+def after_a_failed_step() -> list[str]:
+    """The window after an optimizer step that failed on rank 1."""
+    model = Net()
+    acc = Accumulator(model, FailingStep(model.parameters(), lr=0.1), micro_batch=2, training_step=cross_entropy_step)
+    batch = (torch.randn(4, 6), torch.zeros(4, dtype=torch.long))
+    raises(lambda: acc.step(batch))
+    return raises(lambda: acc.step(batch))
+
+
+def sharded_bad_batch() -> list[Any]:
+    """Rank 1 gets no batch; the window after it is taken by all."""
+    model = nn.Sequential(nn.Linear(6, 3))
+    fully_shard(model)
+    acc = Accumulator(model, SGD(model.parameters(), lr=0.5), micro_batch=4, loss_fn=nn.CrossEntropyLoss())
+    batch = (torch.randn(4, 6), torch.zeros(4, dtype=torch.long))
+    first = raises(lambda: acc.step("no batch" if RANK == 1 else batch))
+    return [first[0], acc.step(batch).weight]
+
+
 def sharded(rows: list[int]) -> dict[str, Any]:
     """FSDP2, against the whole batch on one process."""
     torch.manual_seed(0)
@@ -430,10 +542,18 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "clipped": clipped,
     "half_precision": half_precision,
     "explicit": explicit,
+    "forward_before-all": lambda: forward_before(list(range(WORLD))),
+    "forward_before-one": lambda: forward_before([0]),
+    "inner_model": inner_model,
+    "two_networks": two_networks,
+    "other_parameters": other_parameters,
+    "fewer_trainable": fewer_trainable,
+    "after_a_failed_step": after_a_failed_step,
 }
 if hasattr(Tensor, "grad_dtype"):  # about as old as FSDP2 on the CPU: gloo could not do it in torch 2.6
     SCENARIOS["sharded"] = lambda: sharded({2: [13, 7], 3: [12, 6, 2]}[WORLD])
     SCENARIOS["sharded_without_data"] = sharded_without_data
+    SCENARIOS["sharded_bad_batch"] = sharded_bad_batch
 
 
 def main(folder: Path) -> None:

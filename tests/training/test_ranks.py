@@ -189,3 +189,37 @@ def test_sharded_model_needs_data_on_every_rank(answers: Answers) -> None:
         kind, text = answer["sharded_without_data"][:2]
         assert kind == "InvalidRequestError"
         assert "every rank" in text
+
+
+@needs_fsdp
+def test_bad_batch_of_a_sharded_model(answers: Answers) -> None:
+    """A batch that one rank cannot cut ends the window on all of them, and the next window is taken together."""
+    for rank, answer in enumerate(answers):
+        kind, weight = answer["sharded_bad_batch"]
+        assert kind == ("InvalidRequestError" if rank == 1 else "RankMismatchError")
+        assert weight == 4 * len(answers)
+
+
+@pytest.mark.parametrize("scenario", ["forward_before-all", "forward_before-one", "inner_model", "two_networks"])
+def test_wrapped_models_exchange_nothing_inside_a_window(answers: Answers, scenario: str) -> None:
+    """Whoever calls a wrapped model, before or inside a window, the gradient is that of all ranks' rows.
+
+    A forward outside of a window arms its reducer, which would add up half of the first micro-batch.
+    """
+    assert all(answer[scenario]["error"] <= 1e-12 for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "text"),
+    [
+        ("other_parameters", "parameters differ before the first step"),
+        ("fewer_trainable", "different numbers of parameters"),
+        ("after_a_failed_step", "load a checkpoint on every rank"),
+    ],
+)
+def test_ranks_that_differ_are_told_so(answers: Answers, scenario: str, text: str) -> None:
+    """Every rank refuses to train on when parameters differ, before the first step and after one that failed somewhere."""
+    for answer in answers:
+        kind, said = answer[scenario][:2]
+        assert kind == "RankMismatchError"
+        assert text in said
