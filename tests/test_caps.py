@@ -413,3 +413,13 @@ class Training(RuleBasedStateMachine):
 
 TestTraining = Training.TestCase
 TestTraining.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
+
+
+def test_other_pieces_of_a_failed_window_have_not_failed() -> None:
+    """Another rank's limit is compared with the largest piece: a smaller one that runs later does not end the limit."""
+    caps = Caps()
+    caps.fail((), 4)
+    caps.lower((), 4, 2)
+    caps.run((), 2)
+    caps.run((), 3)
+    assert caps.limit(()) == 2

@@ -367,3 +367,12 @@ def test_partial_of_a_partial() -> None:
     """A partial of a partial is one partial with the settings of both."""
     loss_fn = functools.partial(functools.partial(F.cross_entropy, weight=CLASS_WEIGHT), ignore_index=1)
     assert is_the_whole(loss_fn, drawn(ROWS, CLASSES), labels(ROWS), (7, 4))
+
+
+def test_compiled_loss_is_the_one_inside() -> None:
+    """A loss that torch.compile has wrapped divides by what it divides by without."""
+    weight = torch.tensor([0.5, 2.0])
+    compiled = torch.compile(nn.CrossEntropyLoss(weight=weight), backend="eager")
+    found = denominator_of(compiled)
+    assert found is not None
+    assert found(torch.tensor([0, 1, 1])) == 4.5

@@ -520,3 +520,17 @@ def test_description_of_many_leaves_is_short() -> None:
 def test_shared_second_dimension(batch: Any, length: int | None) -> None:
     """The second dimension is reported where every tensor has one and all agree."""
     assert shared_second_dim(batch) == length
+
+
+@pytest.mark.parametrize("boxes", [2, 3, 8])
+def test_items_of_records_are_the_rows(boxes: int) -> None:
+    """Images beside a list of as many targets are as many rows, however many channels and boxes there are."""
+    batch = ([torch.rand(3, 8, 8)] * 8, [{"boxes": torch.rand(boxes, 4)} for _ in range(8)])
+    assert find_layout(batch) == Layout(8, {("0",): "items", ("1",): "items"})
+
+
+def test_nested_tensor_is_refused() -> None:
+    """A nested tensor has no rows that could be cut."""
+    nested = torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)], layout=torch.jagged)
+    with pytest.raises(InvalidRequestError, match=r"leaf 'x' is a nested tensor.*split="):
+        find_layout({"x": nested})

@@ -438,3 +438,60 @@ def test_optimizer_in_the_backward_pass_is_named_and_not_run() -> None:
     assert ran == []
     functional.cross_entropy(model(batch()[0]), batch()[1]).backward()
     assert len(ran) == 1  # it is there again
+
+
+# -- what micro-batches leave to each other
+
+
+class MovingCentre(nn.Module):
+    """Subtracts a running mean before it is moved by the rows it sees."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.register_buffer("centre", torch.zeros(8))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output = (hidden - self.centre).tanh()
+        moved = 0.5 * self.centre + 0.5 * hidden.detach().mean(0)
+        if self.replaces:
+            self.centre = moved
+        else:
+            self.centre.copy_(moved)
+        return output
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_buffer_that_the_next_micro_batch_is_computed_with(replaces: bool) -> None:
+    """Each part alone has the whole's gradient, but in training the second one sees what the first has left."""
+    result = checked(build(MovingCentre(replaces)))
+    assert "Buffer 1.centre" in one_reason(result)
+    assert result.relative_error > 1e-3
+
+
+def test_spectral_norm_moves_with_every_micro_batch() -> None:
+    """Its power iteration goes on with every forward pass, so the weights differ between micro-batches."""
+    torch.manual_seed(0)
+    result = checked(nn.Sequential(torch.nn.utils.spectral_norm(nn.Linear(6, 3))))
+    assert "0.weight_u" in one_reason(result)
+
+
+def test_running_averages_that_are_not_used_are_no_reason() -> None:
+    """Statistics that are kept for evaluation only, as GroupNorm with a counter would, change nothing."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            self.seen.add_(len(hidden))
+            return hidden
+
+    assert checked(build(Counting())).exact
+
+
+def test_gradient_of_zero_is_not_exact() -> None:
+    """Where there is no gradient, nothing was compared."""
+    result = checked(build(), training_step=lambda model, data: (model(data[0]) * 0).sum())
+    assert "zero, so nothing can be compared" in one_reason(result)
