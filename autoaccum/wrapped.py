@@ -33,11 +33,19 @@ def refuse_wrapped(model: object, process_group: Any) -> None:
         )
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile has wrapped a part of it; such a part warns of hooks on all modules."""
+    return any(type(part).__name__ == "OptimizedModule" for part in model.modules())
+
+
 @contextmanager
-def unsynchronised(known: Iterable[DistributedDataParallel]) -> Iterator[None]:
+def unsynchronised(known: Iterable[DistributedDataParallel], *, look_for_others: bool = True) -> Iterator[None]:
     """No collective of DistributedDataParallel while inside, neither of these nor of any other that is called.
 
     A training step may call wrapped models that the accumulator does not know, such as the other network of a GAN.
+
+    Args:
+        look_for_others: By a hook on the forward of all modules.
     """
     with ExitStack() as stack:
         quiet: set[int] = set()
@@ -57,6 +65,6 @@ def unsynchronised(known: Iterable[DistributedDataParallel]) -> Iterator[None]:
 
         for wrapped in known:
             silence(wrapped)
-        if dist.is_available() and dist.is_initialized():
+        if look_for_others and dist.is_available() and dist.is_initialized():
             stack.callback(register_module_forward_pre_hook(before_forward).remove)
         yield

@@ -58,7 +58,8 @@ class Run:
         training, stack = self.training, ExitStack()
         if training.plan is not None:
             stack.enter_context(training.plan.applied(training.module, training.optimizer))
-        stack.enter_context(unsynchronised(training.wrapped))  # a step may call the wrapped model by a name of its own
+        # A step may call the wrapped model, or another one, by a name of its own.
+        stack.enter_context(unsynchronised(training.wrapped, look_for_others=not training.is_compiled))
         return stack
 
     def attempt(self) -> bool:

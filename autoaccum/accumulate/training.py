@@ -25,7 +25,7 @@ from autoaccum.reduction import Reducer, fingerprint_of
 from autoaccum.rewind import Rewinder
 from autoaccum.sharding import Sharding
 from autoaccum.workload import Weight, checked_optimizer, refuse_time_as_rows, single_device, unwrapped
-from autoaccum.wrapped import refuse_wrapped
+from autoaccum.wrapped import is_compiled, refuse_wrapped
 
 
 @final
@@ -65,6 +65,7 @@ class Training:
         check_options(scaler, max_grad_norm, scheduler, on_oom, split)
         self.model, self.module, self.optimizer, self.plan = model, module, optimizer, plan
         self.wrapped = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
+        self.is_compiled = is_compiled(model)
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.max_grad_norm, self.scheduler, self.on_oom = max_grad_norm, scheduler, on_oom
         self.loss = MicroBatchLoss(module, loss_fn, training_step)
