@@ -14,6 +14,7 @@ from torch import Tensor
 from autoaccum.accumulate.training import Training
 from autoaccum.batches.slicing import AbstractShare, Piece, Window
 from autoaccum.batches.structure import tensors_in
+from autoaccum.batches.weights import has_ignored_labels
 from autoaccum.catching import Failure, attempted
 from autoaccum.devices import ERROR_ROWS
 from autoaccum.devices.base import Verdict, recognise
@@ -123,6 +124,11 @@ class Run:
             refuse_deferred_step(training.optimizer)
             refuse_present(self._parameters)
             self._share = training.slicer.share(self._batch)
+            if not training.counts["windows"] and training.weigher.counts_rows and has_ignored_labels(self._batch):
+                logger.warning(
+                    "some labels are -100, and weight='samples' weighs micro-batches by rows: if the loss is a mean over "
+                    "labels, pass weight=autoaccum.tokens('labels'), with shift=True for causal language models"
+                )
             training.rewinder.mark()
             self._versions = [(tensor, tensor._version) for tensor in self._tensors_in_reach()]
         pieces, make = self._share.cut(training.caps.limit)

@@ -123,6 +123,12 @@ class Weigher:
         return float(rows)
 
 
+def has_ignored_labels(batch: Any) -> bool:
+    """Whether a batch has `labels` of which some are -100, as losses over tokens leave out."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    return isinstance(labels, Tensor) and not labels.is_floating_point() and bool((labels == -100).any())
+
+
 def _checked(weight: Any) -> float:
     try:
         number = float(weight.detach() if isinstance(weight, Tensor) else weight)

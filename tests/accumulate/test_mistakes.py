@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD
 
-from autoaccum import Accumulator
+from autoaccum import Accumulator, tokens
 from autoaccum.errors import InvalidRequestError
 
 Batch = tuple[Tensor, Tensor]
@@ -106,6 +107,23 @@ def test_gradient_penalty_is_no_mistake(model: nn.Module) -> None:
     acc = Accumulator(model, optimizer, micro_batch=5, training_step=step)
     assert not acc.step(batch()).skipped
     assert acc.check(batch()).exact
+
+
+@pytest.mark.parametrize(("weight", "told"), [("samples", True), (tokens("labels"), False)])
+def test_ignored_labels_weighed_by_rows_are_told(weight: Any, told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Labels of -100 under the default weight are most likely a loss over tokens: said once, with the remedy."""
+    torch.manual_seed(0)
+    model = nn.Embedding(9, 9)
+    labels = torch.randint(9, (6, 4))
+    labels[0, 1:] = -100
+
+    def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return functional.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten())
+
+    acc = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch=2, training_step=step, weight=weight)
+    for _ in range(2):
+        acc.step({"ids": torch.randint(9, (6, 4)), "labels": labels})
+    assert caplog.text.count("autoaccum.tokens('labels')") == told
 
 
 def test_time_axis_is_not_cut_in_silence() -> None:
