@@ -124,12 +124,12 @@ class Run:
             refuse_deferred_step(training.optimizer)
             refuse_present(self._parameters)
             self._share = training.slicer.share(self._batch)
+            training.rewinder.mark()
             if not training.counts["windows"] and training.weigher.counts_rows and has_ignored_labels(self._batch):
                 logger.warning(
                     "some labels are -100, and weight='samples' weighs micro-batches by rows: if the loss is a mean over "
                     "labels, pass weight=autoaccum.tokens('labels'), with shift=True for causal language models"
                 )
-            training.rewinder.mark()
             self._versions = [(tensor, tensor._version) for tensor in self._tensors_in_reach()]
         pieces, make = self._share.cut(training.caps.limit)
         self.pieces = pieces
@@ -201,12 +201,8 @@ class Run:
 
     def _cut_otherwise(self, failure: Failure) -> str | None:
         """Learn from the failure how to cut; why that is impossible, if it is."""
-        slicer, caps, piece, floor = (
-            self.training.slicer,
-            self.training.caps,
-            self.piece_at_work(),
-            self.training.slicer.at_least,
-        )
+        slicer, caps, piece = self.training.slicer, self.training.caps, self.piece_at_work()
+        floor = slicer.at_least
         self._limits_before = caps.state() if self._limits_before is None else self._limits_before
         if failure.row.verdict is Verdict.FLOOR:
             slicer.at_least = max(floor, (piece.rows or 0) + 1)
