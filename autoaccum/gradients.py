@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from autoaccum.errors import InvalidRequestError
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-# Gradients of some other dtype than the parameter's: torch.Tensor.grad_dtype, since torch 2.9.
+# Gradients of some other dtype than the parameter's: torch 2.13 has it, torch 2.6 has not.
 _HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
 _REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"  # its backward refuses `inputs=`
 
@@ -56,7 +56,7 @@ class Backward:
         """Add this loss's gradients to those of the parameters. `is_first`: of the window, whose losses are all alike."""
         reach = self._last = self._reach_of(loss, parameters) if is_first else self._last
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
-        if reach.others and not reach.hides:
+        if reach.others and not reach.hides and parameters:
             torch.autograd.backward(scaled, inputs=list(parameters))
             return
         others = self._others(reach, parameters) if reach.hides else []
@@ -128,8 +128,8 @@ def _look(loss: Tensor, own: set[int]) -> _Reach:
 class Accumulation:
     """Where the gradients of one window add up.
 
-    Gradients of bfloat16 and float16 parameters add up in float32: natively every addition rounds, and 256 micro-batches
-    lose five times the precision of one (measured: relative error 0.0049 for 1, 0.0233 for 256, flat in float32).
+    Gradients of bfloat16 and float16 parameters add up in float32: natively every addition rounds, so the error grows with
+    the number of micro-batches, and many equal contributions stop adding up at all.
 
     Args:
         parameters: Without gradients.
@@ -172,7 +172,7 @@ class Accumulation:
         """
         seen = self._witness
         if seen is None:
-            if self._sparse is None and self.parameters[0].grad is not None:
+            if self._sparse is None and self.parameters and self.parameters[0].grad is not None:
                 raise InvalidRequestError(f"the training step has run backward itself; {_OURS}")
             return
         if seen.parameter._version != seen.version:

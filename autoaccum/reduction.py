@@ -137,10 +137,6 @@ class Reducer:
         """
         return self.settle(failed, float(flag)) > 0
 
-    def largest(self, count: int) -> int:
-        """The largest of all ranks' counts."""
-        return count if self.world_size == 1 else max(self.ranks.gather(count))
-
     def _raise_for(self, statuses: Sequence[float], own: Status) -> None:
         failed = [rank for rank, status in enumerate(statuses) if status == Status.FAILED]
         if failed and own is not Status.FAILED:

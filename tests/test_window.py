@@ -351,3 +351,11 @@ def test_reads_no_value() -> None:
         assert optimizer.state[layer.weight]["momentum_buffer"].shape == (1, 2)
         with pytest.raises(DataDependentOutputException):
             float(loss)  # so this test would have seen it
+
+
+def test_optimizer_of_frozen_parameters_only() -> None:
+    """An optimizer without anything to train is refused as one that no gradient reaches."""
+    frozen, trained = nn.Linear(2, 2), nn.Linear(2, 1)
+    frozen.requires_grad_(False)
+    with pytest.raises(InvalidRequestError, match="no parameter of the optimizer received a gradient"):
+        run([torch.ones(1, 2)], [1], lambda batch: trained(frozen(batch)).mean(), SGD(frozen.parameters()))

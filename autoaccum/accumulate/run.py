@@ -15,6 +15,7 @@ from autoaccum.accumulate.training import Training
 from autoaccum.batches.slicing import AbstractShare, Piece, Window
 from autoaccum.batches.structure import tensors_in
 from autoaccum.batches.weights import has_ignored_labels
+from autoaccum.caps import Shape
 from autoaccum.catching import Failure, attempted
 from autoaccum.devices import ERROR_ROWS
 from autoaccum.devices.base import Verdict, recognise
@@ -196,6 +197,8 @@ class Run:
         limit = training.caps.limit(piece.shape)
         agreement = training.reducer.agree(Standing(Status.OUT_OF_MEMORY, limit=limit), self._gradients())
         size = f"{piece.size:g} rows" if training.slicer.cost is None else f"a cost of {piece.size:g}"
+        if agreement.limit < limit:
+            self._lower(agreement.limit)
         self._note_replay(agreement.limit, f"{failure.message.splitlines()[0]} ({size}, {phase} pass)")
         return False
 
@@ -254,12 +257,19 @@ class Run:
         lost = self._set_back()
         if lost:
             self.guarded(lambda: _raise_lost(lost))
+        self._lower(agreement.limit)
         self._note_replay(agreement.limit, "another rank could not run it")
         return False
 
+    def _lower(self, limit: float) -> None:
+        """Take over what another rank needs. A failure of this rank's own says nothing about its other shapes."""
+        for shape in {piece.shape for piece in self.pieces}:
+            self.training.caps.lower(shape, self._largest(shape), limit)
+
+    def _largest(self, shape: Shape) -> float:
+        return max(piece.size for piece in self.pieces if piece.shape == shape)
+
     def _note_replay(self, limit: float, where: str) -> None:
-        for shape in {piece.shape for piece in self.pieces}:  # where another rank needs less than this one
-            self.training.caps.lower(shape, max(piece.size for piece in self.pieces if piece.shape == shape), limit)
         self._replays += 1
         self.training.counts["replays"] += 1
         cut = "cut otherwise" if limit == inf else f"in micro-batches of at most {limit:g}"
@@ -299,7 +309,7 @@ class Run:
             training.counts["skipped"] += 1
             logger.warning("a gradient was not finite: the window took no step")
         for shape in {piece.shape for piece in self.pieces}:
-            training.caps.run(shape, max(piece.size for piece in self.pieces if piece.shape == shape))
+            training.caps.run(shape, self._largest(shape))
         return StepResult(
             loss=loss,
             weight=agreement.weight,
@@ -333,13 +343,15 @@ class Run:
         if training.scaler is not None:
             with suppress(AssertionError):  # it has seen no gradient yet
                 training.scaler.update()
-        row = recognise(error, ERROR_ROWS)
-        if row is not None and row.verdict in TOO_LARGE:
-            error.add_note(
-                "autoaccum does not replay an optimizer step: parameters and optimizer state may be changed in part. Go "
-                "back to a checkpoint, and leave the optimizer more room: a smaller budget or micro_batch, or foreach=False."
-            )
+        if self.progress.phase == "optimizer":
             training.broken = training.reducer.world_size > 1
+            row = recognise(error, ERROR_ROWS)
+            if row is not None and row.verdict in TOO_LARGE:
+                error.add_note(
+                    "autoaccum does not replay an optimizer step: parameters and optimizer state may be changed in part. Go "
+                    "back to a checkpoint, and leave the optimizer more room: a smaller budget or micro_batch, or "
+                    "foreach=False."
+                )
         if isinstance(error, Exception):
             with suppress(RuntimeError):  # a lost connection: this rank's own error matters more
                 training.reducer.settle(failed=True, loss=0.0)

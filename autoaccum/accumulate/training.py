@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, final
 
 import torch
@@ -75,7 +76,7 @@ class Training:
             process_group = model.process_group
         self.reducer = Reducer(process_group)
         self.slicer = slicer_for(plan, micro_batch, cost, max_cost, self.reducer, batch_dim=batch_dim, split=split)
-        self.slicer.refuse = lambda batch: refuse_time_as_rows(batch, module)
+        self.slicer.refuse = partial(refuse_time_as_rows, module=module)
         self.caps = Caps(whole=cost is None)
         self.sharding = Sharding(module, self.reducer.ranks)
         self.backward = Backward(self.scaler, module=module, look_for_others=not self.sharding.is_sharded)
@@ -97,6 +98,6 @@ class Training:
         """
         if self.broken:
             raise RankMismatchError(
-                "an optimizer step has failed on a rank while others took it, so parameters differ between ranks; load a "
-                "checkpoint on every rank and make a new Accumulator."
+                "an optimizer step has failed on a rank, and others may have taken it: parameters may differ between ranks. "
+                "Load a checkpoint on every rank and make a new Accumulator."
             )

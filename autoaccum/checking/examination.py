@@ -1,6 +1,6 @@
 """One comparison of a whole batch's gradient with that of an uneven split, and its diagnosis.
 
-The split is uneven because an even one hides wrong weights: 8 + 8 missed a class weight in 28 of 50 orders, 11 + 5 in none.
+The split is uneven because an even one hides wrong weights: two halves weigh the same whatever is counted in them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from autoaccum.window import Progress, accumulate
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
 """Up to which relative difference two gradients count as the same, by the precision in which the model ran.
 
-float64: models that compute a part in float32 differ by 1e-7, wrong ones by more than 1e-4. float32: rounding was measured
-at 3e-7. Half precision: one rounding of every gradient is 0.005.
+float64: a model that computes a part in float32 differs by that precision, 6e-8. float32: sums of many numbers lose a few
+digits. Half precision: bfloat16 rounds by up to 2**-9 = 0.002 at every operation, and these add up.
 """
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -61,24 +61,36 @@ class _Gradients(NamedTuple):
         return float(self.split.norm()) / norm if norm else 1.0
 
 
+class _Carried(NamedTuple):
+    """The gradients of parts of which the second saw what the first had left, and the buffers in which it was left."""
+
+    gradients: _Gradients
+    names: list[str]
+
+
+class Subject(NamedTuple):
+    """What is examined: a model with its loss, weights and optimizer, and this rank's rows.
+
+    Attributes:
+        steps_of: Into how many micro-batches training would cut so many rows.
+    """
+
+    module: nn.Module
+    share: AbstractShare
+    loss: MicroBatchLoss
+    weigher: Weigher
+    optimizer: Optimizer
+    device: AbstractDevice
+    steps_of: Callable[[int], int]
+
+
 @final
 class Examination:
     """One comparison and its diagnosis, in one precision. Leaves the model as the caller's snapshot finds it."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        share: AbstractShare,
-        rows: int,
-        loss: MicroBatchLoss,
-        weigher: Weigher,
-        optimizer: Optimizer,
-        device: AbstractDevice,
-        steps_of: Callable[[int], int],
-        dtype: torch.dtype | None,
-    ) -> None:
-        self._module, self._device, self._weigher, self._loss = module, device, weigher, loss
-        self._dtype = dtype
+    def __init__(self, subject: Subject, rows: int, dtype: torch.dtype | None) -> None:
+        module, share, loss, weigher, optimizer, device, steps_of = subject
+        self._module, self._device, self._loss, self._dtype = module, device, loss, dtype
         self._steps = max(2, steps_of(rows))
         for parameter in module.parameters():
             parameter.grad = None
@@ -97,8 +109,6 @@ class Examination:
         self._rewinder = Rewinder(module, device.torch_device)
         self._rewinder.mark()
         self._divisors: list[_Divisor | None] = []
-        self._where = device.torch_device
-        self._carried_error, self._carried_names = 0.0, list[str]()
         first = next(iter(self._parameters), None)
         self._ran_in = torch.float32 if first is None else first.dtype
         self._tolerance = TOLERANCES.get(self._ran_in, 1e-4)
@@ -117,8 +127,9 @@ class Examination:
                 told.append(reasons.NO_GRADIENT)
             elif error > self._tolerance:
                 told += self._reasons(gradients)
-            elif self._carries_over(gradients):
-                error, told = self._carried_error, [reasons.carried_over(self._carried_names)]
+            elif (carried := self._carried_over(gradients)) is not None:
+                error, ratio = carried.gradients.error(), carried.gradients.norm_ratio()
+                told.append(reasons.carried_over(carried.names))
             elif divisor is not None and is_certain:
                 error, ratio = 1 - 1 / divisor, 1 / divisor
                 told.append(reasons.already_divided(divisor))
@@ -197,18 +208,24 @@ class Examination:
     def _is_random(self) -> bool:
         first = self._gradient(self._whole, 1.0)
         self._rewinder.rewind()
-        for draw in (random.random, np.random.random, lambda: torch.rand(1), lambda: torch.rand(1, device=self._where)):
+        for draw in (
+            random.random,
+            np.random.random,
+            lambda: torch.rand(1),
+            lambda: torch.rand(1, device=self._device.torch_device),
+        ):
             draw()
         return relative(self._gradient_as_it_comes(self._whole, 1.0), first) > self._tolerance
 
-    def _carries_over(self, gradients: _Gradients) -> bool:
-        """Whether a micro-batch leaves something behind that the next one is computed with, as in training."""
+    def _carried_over(self, gradients: _Gradients) -> _Carried | None:
+        """What a micro-batch leaves behind that the next one is computed with, as in training; None where nothing counts."""
         first = self._gradient(self._parts[0], self._scales[0])
         moved = {id(buffer) for buffer in self._rewinder.changed()}
         second = self._gradient_as_it_comes(self._parts[1], self._scales[1])
-        self._carried_names = [name for buffer, name in self._buffer_names.items() if buffer in moved]
-        self._carried_error = relative(first + second, gradients.whole)
-        return self._carried_error > self._tolerance and not self._is_random()
+        carried = _Gradients(gradients.whole, [first, second])
+        if carried.error() <= self._tolerance or self._is_random():
+            return None
+        return _Carried(carried, [name for buffer, name in self._buffer_names.items() if buffer in moved])
 
     def _freeze_batch_norms(self) -> list[str]:
         found = []

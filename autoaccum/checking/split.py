@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autoaccum.batches.slicing import AbstractShare, Slicer
+from autoaccum.batches.slicing import Slicer
 from autoaccum.batches.weights import Weigher
 from autoaccum.catching import Failure, attempted
-from autoaccum.checking.examination import Examination
+from autoaccum.checking.examination import Examination, Subject
 from autoaccum.devices import device_for
 from autoaccum.devices.base import AbstractDevice, Verdict
 from autoaccum.errors import AutoaccumError, InvalidRequestError
@@ -49,11 +49,12 @@ def check_split(
         rows = min(rows, whole_number(max_rows, "max_rows", "the most rows to compare"))
     if rows < 2:
         raise InvalidRequestError(f"a check needs a batch of at least 2 rows, to be split; this one has {rows}.")
+    subject = Subject(module, share, loss, weigher, optimizer, device, steps_of)
     with preserved(module, optimizer, device=device.torch_device) as snapshot:
         found: CheckResult | None = None
         fitted, failed = 1, rows + 1
         while found is None or failed - fitted > max(1, failed // 8):  # close enough to the largest that fits
-            examined = _examined(module, share, rows, loss, weigher, optimizer, device, snapshot, steps_of)
+            examined = _examined(subject, rows, snapshot)
             if isinstance(examined, CheckResult):
                 found, fitted = examined, rows
                 snapshot.restore()  # the diagnosis has taken things out of the model
@@ -101,27 +102,14 @@ def _with_notes(result: CheckResult, notes: tuple[str, ...]) -> CheckResult:
     return CheckResult(**{**fields, "notes": (*result.notes, *notes)})
 
 
-def _examined(
-    module: nn.Module,
-    share: AbstractShare,
-    rows: int,
-    loss: MicroBatchLoss,
-    weigher: Weigher,
-    optimizer: Optimizer,
-    device: AbstractDevice,
-    snapshot: Snapshot,
-    steps_of: Callable[[int], int],
-) -> CheckResult | Failure:
+def _examined(subject: Subject, rows: int, snapshot: Snapshot) -> CheckResult | Failure:
     """In float64, and where something refuses that in the model's own precision."""
 
     def run(dtype: torch.dtype | None) -> CheckResult | Failure:
-        def examine() -> CheckResult:
-            return Examination(module, share, rows, loss, weigher, optimizer, device, steps_of, dtype).result()
-
-        outcome = attempted(examine, (Verdict.TOO_LARGE, Verdict.UNCLEAR))
+        outcome = attempted(lambda: Examination(subject, rows, dtype).result(), (Verdict.TOO_LARGE, Verdict.UNCLEAR))
         if isinstance(outcome, Failure):
             gc.collect()
-            device.release()
+            subject.device.release()
             snapshot.restore()
         return outcome
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +183,11 @@ def test_state_that_is_none_is_refused(state: Any) -> None:
     with pytest.raises(InvalidRequestError, match="state"):
         acc.load_state_dict(state)
     assert acc.state_dict() == before
+
+
+def test_accumulator_can_be_pickled_and_copied() -> None:
+    """Before its first window it goes through pickle and deepcopy with its model, as other training objects do."""
+    model = nn.Linear(3, 2)
+    acc = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch=2, loss_fn=nn.CrossEntropyLoss())
+    for other in (pickle.loads(pickle.dumps(acc)), copy.deepcopy(acc)):
+        assert other.step((torch.randn(5, 3), torch.randint(2, (5,)))).micro_batch_sizes == (2, 2, 1)

@@ -612,3 +612,18 @@ def test_limit_of_a_short_shape_holds_for_longer_ones() -> None:
     assert (first.replays, first.micro_batch_sizes) == (1, (4, 4))
     assert second.micro_batch_sizes[0] <= 4
     assert second.replays == 1  # from 4 x 21 on, not from 8 x 21
+
+
+def test_limit_of_one_shape_is_not_that_of_a_smaller_one() -> None:
+    """In a window of ready micro-batches, running out of memory with the long ones leaves the short ones as they are."""
+    model = nn.Linear(1, 1)
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        if batch.numel() > 40:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return model(batch.sum(1, keepdim=True)).mean()
+
+    acc = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch=8, training_step=step)
+    result = acc.step(Window([torch.randn(8, 3), torch.randn(8, 10), torch.randn(8, 3)]))
+    assert result.micro_batch_sizes == (8, 4, 4, 8)
+    assert acc.step(Window([torch.randn(8, 3)] * 2)).micro_batch_sizes == (8, 8)

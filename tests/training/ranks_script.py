@@ -468,10 +468,17 @@ def fewer_trainable() -> list[str]:
     return raises(lambda: acc.step((torch.randn(4, 6), torch.zeros(4, dtype=torch.long))))
 
 
-def after_a_failed_step() -> list[str]:
+class BreakingStep(SGD):
+    def step(self, closure: Any = None) -> None:
+        if RANK == 1:
+            raise KeyError("the user's own")
+        super().step(closure)
+
+
+def after_a_failed_step(optimizer_type: type[SGD]) -> list[str]:
     """The window after an optimizer step that failed on rank 1."""
     model = Net()
-    acc = Accumulator(model, FailingStep(model.parameters(), lr=0.1), micro_batch=2, training_step=cross_entropy_step)
+    acc = Accumulator(model, optimizer_type(model.parameters(), lr=0.1), micro_batch=2, training_step=cross_entropy_step)
     batch = (torch.randn(4, 6), torch.zeros(4, dtype=torch.long))
     raises(lambda: acc.step(batch))
     return raises(lambda: acc.step(batch))
@@ -548,7 +555,8 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "two_networks": two_networks,
     "other_parameters": other_parameters,
     "fewer_trainable": fewer_trainable,
-    "after_a_failed_step": after_a_failed_step,
+    "after_a_failed_step": lambda: after_a_failed_step(FailingStep),
+    "after_a_broken_step": lambda: after_a_failed_step(BreakingStep),
 }
 if hasattr(Tensor, "grad_dtype"):  # about as old as FSDP2 on the CPU: gloo could not do it in torch 2.6
     SCENARIOS["sharded"] = lambda: sharded({2: [13, 7], 3: [12, 6, 2]}[WORLD])

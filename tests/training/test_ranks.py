@@ -214,7 +214,8 @@ def test_wrapped_models_exchange_nothing_inside_a_window(answers: Answers, scena
     [
         ("other_parameters", "parameters differ before the first step"),
         ("fewer_trainable", "different numbers of parameters"),
-        ("after_a_failed_step", "load a checkpoint on every rank"),
+        ("after_a_failed_step", "Load a checkpoint on every rank"),
+        ("after_a_broken_step", "Load a checkpoint on every rank"),
     ],
 )
 def test_ranks_that_differ_are_told_so(answers: Answers, scenario: str, text: str) -> None:
