@@ -11,7 +11,7 @@ from .errors import (
 )
 from .plan import Plan
 from .records import CheckResult, ProbeResult, StepResult
-from .tune import autotune, probe
+from .tune import autotune, predict, probe
 from .workload import Workload
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Window",
     "Workload",
     "autotune",
+    "predict",
     "probe",
     "tokens",
 ]

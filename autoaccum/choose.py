@@ -103,15 +103,18 @@ def _equal_schedule(target_batch: int, of_ranks: Sequence[int], limit: int, at_l
     return Schedule(sizes=sizes, warnings=(text,) if poor else ())
 
 
-def limited_by(now: Standing, trials: Sequence[Trial], top: int, bound: LimitedBy) -> LimitedBy:
+def limited_by(now: Standing, trials: Sequence[Trial], top: int, bound: LimitedBy, *, proved: bool = False) -> LimitedBy:
     """What keeps the largest fitting size from being larger.
 
     Args:
         top: The largest size of the search.
         bound: What set `top`.
+        proved: Whether the peaks measured below show that the next size cannot fit, so that it was not run.
     """
     if now.best == top:
         return bound
+    if proved:
+        return "memory"
     at_ceiling = [trial.outcome for trial in trials if trial.candidate.micro_batch == now.ceiling]
     if any(isinstance(outcome, OutOfMemory) for outcome in at_ceiling):
         return "memory"

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from autoaccum.errors import AutoaccumError
+from autoaccum.errors import AutoaccumError, NothingFitsError
 from autoaccum.records import PlanRecord, ProbeResult, to_json
 from autoaccum.report.files import write_whole
 from autoaccum.worker.parent import WorkerError, search_in_worker
@@ -58,16 +58,46 @@ def probe_command(
     request = {**{name: value for name, value in numbers.items() if name != "inexact"}, "exact": not numbers["inexact"]}
     with _shown(progress) as follower:
         found = search_in_worker(target, request, device, follower)
-    to_stdout = "-" in (json_path, markdown_path)
-    if not to_stdout:
-        from autoaccum.report.terminal import show
+    _report(found, json_path, markdown_path)
 
-        show(found)
-    for path, text in ((json_path, to_json(found)), (markdown_path, _markdown(found))):
-        if path == "-":
-            click.echo(text)
-        elif path is not None:
-            _write(path, text)
+
+@cli.command("predict", epilog=_TARGET_HELP)
+@click.argument("target")
+@click.option("--target-batch", type=int, required=True, help="Samples per optimizer step, over all ranks.")
+@click.option(
+    "--gpu",
+    "gpus",
+    multiple=True,
+    required=True,
+    metavar="NAME|BYTES",
+    help='"RTX 3060 12GB", "24GiB", or all: which is the smallest that trains this. May be given several times.',
+)
+@click.option("--budget", help='All the process may hold on the GPU: "8GiB", "80%". Default: all of it.')
+@click.option("--levers", default="none", show_default=True, help='Memory levers: "none".')
+@click.option("--max-micro-batch", type=int, help="No micro-batch above this many samples.")
+@click.option("--multiple-of", type=int, default=1, show_default=True, help="Micro-batches but the last: multiples of this.")
+@click.option("--equal-micro-batches", is_flag=True, help="One size for all micro-batches (HF Trainer, DeepSpeed).")
+@click.option("--world-size", type=int, default=1, show_default=True, help="Ranks that train together, a GPU each.")
+@click.option("--json", "json_path", metavar="FILE", help="Write a Plan; - for stdout.")
+@click.option("--markdown", "markdown_path", metavar="FILE", help="Write a report; - for stdout.")
+@click.option("--picture", metavar="FILE", help="Draw the memory over one optimizer step: .svg or .png.")
+def predict_command(
+    target: str,
+    gpus: tuple[str, ...],
+    world_size: int,
+    json_path: str | None,
+    markdown_path: str | None,
+    picture: str | None,
+    **numbers: Any,
+) -> None:
+    """Say what would fit on a GPU that is not here. Nothing is run, and a built-in target takes no memory."""
+    _check_writable(json_path, markdown_path)
+    from autoaccum.worker.child import predicted_target
+
+    found = predicted_target(target, gpus, numbers, world_size, picture)
+    if isinstance(found, str):
+        raise WorkerError("user", found, ())
+    _report(found, json_path, markdown_path)
 
 
 @cli.command("check", epilog=_TARGET_HELP)
@@ -124,7 +154,7 @@ def _run(args: list[str] | None) -> int:
         return _report_failure(error)
     except (AutoaccumError, OSError) as error:
         click.echo(f"autoaccum: {error}", err=True)
-        return 2
+        return 1 if isinstance(error, NothingFitsError) else 2
     return code if isinstance(code, int) else 0  # click returns the code of an Exit that a command raised
 
 
@@ -137,6 +167,18 @@ def _report_failure(error: WorkerError) -> int:
         show_trials(error.trials, Console(stderr=True))
     click.echo(str(error) if error.kind == "user" else f"autoaccum: {error}", err=True)
     return 1 if error.kind == "nothing fits" else 2
+
+
+def _report(found: PlanRecord | ProbeResult, json_path: str | None, markdown_path: str | None) -> None:
+    if "-" not in (json_path, markdown_path):
+        from autoaccum.report.terminal import show
+
+        show(found)
+    for path, text in ((json_path, to_json(found)), (markdown_path, _markdown(found))):
+        if path == "-":
+            click.echo(text)
+        elif path is not None:
+            _write(path, text)
 
 
 def _write(path: str, text: str) -> None:

@@ -160,6 +160,43 @@ class Environment(Record, frozen=True, kw_only=True):
     platform: str
 
 
+class Outlook(Record, frozen=True, kw_only=True):
+    """What one optimizer step at the target would take on one kind of GPU, in bytes.
+
+    Where nothing fits, `peak_bytes` is that of the smallest micro-batch and the sizes are None.
+    """
+
+    gpu: str
+    total_bytes: int
+    fits: bool
+    peak_bytes: int
+    micro_batch: int | None = None
+    accumulation_steps: int | None = None
+    levers: Levers = Levers()
+
+
+class Prediction(Record, frozen=True, kw_only=True):
+    """A peak that was computed from traces, and what it is made of, in bytes.
+
+    `peak_bytes` is what counts against the GPU's total: what the allocator reserves, and the context. The interval from
+    `low_bytes` to `high_bytes` is as wide as the predictor is known to err. `by_kind` says what is held when most is
+    allocated; with "cached" (reserved, in no tensor's use) and "context" it sums to `peak_bytes`. `phase` is where that is.
+    `flops_per_step` counts matrix products, convolutions and attention of one optimizer step on one rank.
+    """
+
+    gpu: str
+    total_bytes: int
+    peak_bytes: int
+    low_bytes: int
+    high_bytes: int
+    allocated_bytes: int
+    by_kind: dict[str, int]
+    phase: Phase
+    flops_per_step: int
+    not_modelled: tuple[str, ...] = ()
+    outlooks: tuple[Outlook, ...] = ()
+
+
 class ProbeResult(Record, frozen=True, kw_only=True, tag_field="record", tag="autoaccum.ProbeResult"):
     """How many rows fit into one micro-batch, and what that rests on.
 
@@ -231,6 +268,7 @@ class PlanRecord(Record, frozen=True, kw_only=True, tag_field="record", tag="aut
     skipped: tuple[Skipped, ...] = ()
     warnings: tuple[str, ...] = ()
     memory: MemoryAccount | None = None
+    prediction: Prediction | None = None
     environment: Environment | None = None
 
     def __post_init__(self) -> None:

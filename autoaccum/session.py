@@ -6,6 +6,7 @@ in rows above; everything that runs the user's code is in `probing`.
 
 from __future__ import annotations
 
+import gc
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from autoaccum.choose import Schedule, evidence, limited_by, remarks, schedule_f
 from autoaccum.devices import device_for
 from autoaccum.devices.base import Steadiness
 from autoaccum.errors import AutoaccumError, InvalidRequestError, NothingFitsError
+from autoaccum.prediction.forecast import Forecast, traced
 from autoaccum.preserve import Snapshot, preserved
 from autoaccum.probing import (
     MICRO_BATCHES_PER_WINDOW,
@@ -42,13 +44,14 @@ from autoaccum.records import (
     Trial,
 )
 from autoaccum.schedule import check_target, ladder, shares, smallest, whole_number
-from autoaccum.search import Standing, propose, standing
+from autoaccum.search import Standing, is_closed_by_convexity, propose, standing
 from autoaccum.units import format_bytes
 from autoaccum.workload import Workload
 
 _ROWS_WITHOUT_BOUND = 1_048_576  # where nothing bounds the search: 2**20 rows
 _INEXACT_FRAC = 0.05  # exact=False ends when the limit is known to within 5 %
 _TIMED_S = 10.0  # a plan's optimizer step is timed twice when that takes no longer than this
+_WORTH_PREDICTING = 3  # sizes; fewer are tried in less time than two traces take
 _MOST_CONFIRMS = 3  # plans whose own step failed, before it is not the size that is at fault
 _LONGEST_S = 60.0  # and once up to here; a longer step is not run to the end
 
@@ -102,6 +105,8 @@ class Search:
         self._latest: dict[str, str | None] = {}  # what may be said again, when only the last word counts
         self._errors: dict[int, Exception] = {}
         self._state_bytes: int | None = None
+        self._forecast: Forecast | None = None
+        self._is_foreseen = False
         self._time_is_up = False
         self._stack = ExitStack()
         try:
@@ -113,7 +118,8 @@ class Search:
 
     def _check(self, request: Request, device: object) -> None:
         """Everything that can be refused before anything runs."""
-        self.request = _checked(request, self.ranks.world_size)
+        self.workload.refuse_meta()
+        self.request = checked(request, self.ranks.world_size)
         self.device = device_for(device, self.workload.device)
         target = self.request.target_batch
         self.share = None if target is None else shares(target, self.ranks.world_size)[0]
@@ -153,7 +159,7 @@ class Search:
         sizes = self._plan_ladder(share)
         confirmed: Trial | None = None
         while confirmed is None:
-            now = self._search(sizes)
+            now = self._search(sizes, trust=True)
             schedule = self._schedule(now)
             if not self._fits_at(schedule.micro_batch):
                 self._try(schedule.micro_batch)
@@ -183,9 +189,10 @@ class Search:
 
     # -- the loop
 
-    def _search(self, sizes: Sequence[int], tolerance_frac: float = 0.0) -> Standing:
+    def _search(self, sizes: Sequence[int], tolerance_frac: float = 0.0, *, trust: bool = False) -> Standing:
         if self.listener is not None:
             self.listener.bounded(sizes[-1])
+        self._foresee(sizes)
         while not (self._time_is_up and standing(self.trials).best is not None):
             size = propose(
                 self.trials,
@@ -193,7 +200,10 @@ class Search:
                 budget_bytes=self._guide_bytes,
                 cautious=self.device.cautious,
                 tolerance_frac=tolerance_frac,
+                forecast=self._forecast,
+                trust=trust,
             )
+            size = self.ranks.gather(size)[0]  # forecasts of ranks differ with their data; all run what the first one says
             if size is None or self._is_hopeless():
                 break
             self._try(size)
@@ -201,6 +211,30 @@ class Search:
         if now.best is None:
             self._raise_for_nothing(now)
         return now
+
+    def _foresee(self, sizes: Sequence[int]) -> None:
+        """Predict the peak of every size, once, where there is something to choose from."""
+        if self._is_foreseen or len(sizes) < _WORTH_PREDICTING:
+            return
+        self._is_foreseen = True
+        found = traced(
+            self.workload,
+            self.device,
+            multiple_of=self.request.multiple_of,
+            snapshot=self._snapshot,
+            budget_bytes=self.budget.budget_bytes,
+        )
+        self._latest["forecast"] = found.note
+        if found.growth is not None:
+            gc.collect()
+            self.device.release()  # what earlier work left in a cache is used again, and would be counted twice
+            is_cut = self.device.is_host and self.workload.source.cuts_views
+            self._forecast = Forecast(
+                found.growth,
+                unit=self.device.unit,
+                held_bytes=self.device.held_bytes(self.workload.resident()),
+                whole_batch=self.share if is_cut else None,
+            )
 
     def _try(self, size: int) -> Trial:
         return self._run(size, self._probe_windows(size), self._probe_feed, "probe").trial
@@ -417,12 +451,19 @@ class Search:
             micro_batch_sizes=own,
             max_micro_batch=now.best,
             min_micro_batch=now.floor + 1,
-            limited_by=limited_by(now, self.trials, sizes[-1], self.bound),
+            limited_by=limited_by(
+                now,
+                self.trials,
+                sizes[-1],
+                self.bound,
+                proved=self._forecast is not None and is_closed_by_convexity(self.trials, sizes, self._guide_bytes),
+            ),
             evidence=evidence(now, sizes),
             multiple_of=self.request.multiple_of,
             equal_micro_batches=self.request.equal_micro_batches,
             budget_bytes=self.budget.budget_bytes,
             measured_peak_bytes=fit.peak_bytes if isinstance(fit, Fit) else now.best_peak_bytes,
+            predicted_peak_bytes=None if self._forecast is None else self._forecast.peak_bytes(max(own)),
             step_time_s=step_time_s,
             samples_per_s=None if step_time_s is None else self.request.target_batch / step_time_s,
             trials=tuple(self.trials),
@@ -462,7 +503,7 @@ def _changed(trial: Trial, **changes: Any) -> Trial:
     return Trial(**{name: changes.get(name, getattr(trial, name)) for name in Trial.__struct_fields__})
 
 
-def _checked(request: Request, world_size: int) -> Request:
+def checked(request: Request, world_size: int) -> Request:
     """The request with every number checked; nothing has been touched yet."""
     target = None if request.target_batch is None else check_target(request.target_batch, world_size)
     largest = request.max_micro_batch

@@ -1,4 +1,4 @@
-"""autotune and probe: the public calls, and the same for a workload that is ready.
+"""autotune, probe and predict: the public calls, and the same for a workload that is ready.
 
 What they do is in `session`; here are the arguments, their meaning and the bar.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from autoaccum.devices.base import AbstractDevice
 from autoaccum.errors import InvalidRequestError
 from autoaccum.losses import LossFn, TrainingStep
 from autoaccum.plan import Plan
+from autoaccum.predicting import predict_workload
+from autoaccum.prediction.gpus import GPUS, Gpu, gpu_for
 from autoaccum.records import ProbeResult, Trial
 from autoaccum.session import Listener, Request, Search
 from autoaccum.workload import OptimizerFactory, Weight, Workload
@@ -200,6 +203,97 @@ def probe(
     )
     with _shown(progress) as listener:
         return probe_workload(workload, request, device=device, process_group=process_group, listener=listener)
+
+
+def predict(
+    model: nn.Module,
+    sample: Any,
+    target_batch: int,
+    *,
+    gpu: str | int | Gpu | Sequence[str | int | Gpu],
+    loss_fn: LossFn | None = None,
+    training_step: TrainingStep | None = None,
+    optimizer: Optimizer | OptimizerFactory | None = None,
+    weight: Weight = "samples",
+    budget: int | str | None = None,
+    batch_dim: BatchDim = None,
+    split: SplitFn | None = None,
+    levers: str = "none",
+    max_micro_batch: int | None = None,
+    multiple_of: int = 1,
+    equal_micro_batches: bool = False,
+    world_size: int = 1,
+    picture: str | Path | None = None,
+) -> Plan:
+    """Say what one optimizer step of `target_batch` samples would take on a GPU that is not here. Nothing is run.
+
+    The training step is traced at two small sizes on fake tensors, which take no memory, with the kernels that the GPU would
+    take; the allocations of every other size follow, and are replayed through torch's caching allocator.
+
+    Args:
+        model: In host memory, or on the meta device (`with torch.device("meta"): ...`), where it takes no memory at all.
+        sample, loss_fn, training_step, optimizer, weight, batch_dim, split, levers, max_micro_batch, multiple_of,
+            equal_micro_batches: As for `autotune`.
+        target_batch: Samples per optimizer step over all ranks.
+        gpu: A name ("RTX 3060 12GB", "A100 80GB"), a size ("24GiB", bytes), a list of these, or "all": the plan is then for
+            the smallest that trains this, and `plan.prediction.outlooks` has a row for each.
+        budget: Bytes, or text such as "8GiB" or "80%" (of the GPU's total): all that the process may hold, context included.
+            None: all of it.
+        world_size: Ranks that train together, each on such a GPU.
+        picture: Write a picture of the memory over one optimizer step to this file, .svg or .png.
+
+    Returns:
+        A `Plan` with `evidence="predicted"`; `prediction` says what holds the peak and what was not modelled.
+
+    Raises:
+        InvalidRequestError: When the call cannot be satisfied as written, the GPU is not known, or the training step can be
+            traced neither on fake tensors nor on real ones in host memory.
+        NothingFitsError: When the smallest micro-batch is predicted not to fit; the message says what it needs.
+        MissingExtraError: When a picture is wanted and matplotlib is not installed.
+        Exception: Whatever the model, loss or optimizer raises, unchanged.
+
+    Leaves behind:
+        Nothing but the picture.
+
+    Example:
+        >>> import torch, autoaccum
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Linear(16384, 16384)
+        >>> plan = autoaccum.predict(model, torch.randn(8, 16384), 4096, gpu="RTX 3060 12GB")
+        >>> plan.evidence, plan.effective_batch, plan.predicted_peak_bytes > 4 * 2**30
+        ('predicted', 4096, True)
+    """
+    workload = Workload(
+        model,
+        sample,
+        loss_fn=loss_fn,
+        training_step=training_step,
+        optimizer=optimizer,
+        weight=weight,
+        batch_dim=batch_dim,
+        split=split,
+    )
+    request = Request(
+        target_batch=target_batch,
+        budget=budget,
+        levers=levers,
+        max_micro_batch=max_micro_batch,
+        multiple_of=multiple_of,
+        equal_micro_batches=equal_micro_batches,
+    )
+    return Plan.of(predict_workload(workload, request, gpus_for(gpu), world_size=world_size, picture=picture))
+
+
+def gpus_for(asked: str | int | Gpu | Sequence[str | int | Gpu]) -> tuple[Gpu, ...]:
+    """The GPUs that are asked for, the smallest first.
+
+    Raises:
+        InvalidRequestError: When one is not known.
+    """
+    if isinstance(asked, str) and asked.strip().lower() == "all":
+        return GPUS
+    several = [asked] if isinstance(asked, (str, int, Gpu)) else asked
+    return tuple(sorted((gpu_for(one) for one in several), key=lambda gpu: gpu.total_bytes))
 
 
 def tune_workload(

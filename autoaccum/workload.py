@@ -5,6 +5,7 @@ Decides how the model is called and what its loss is; checks all of it once, at 
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -75,7 +76,7 @@ class Workload:
         self.batch_dim, self.split = batch_dim, split
         self.model = model
         self.module = unwrapped(model)
-        single_device(self.module)
+        single_device(self.module, meta_allowed=True)
         self.weight = weight
         self.warnings: list[str] = []
         self.loss = MicroBatchLoss(self.module, loss_fn, training_step, warn=self.warn)
@@ -91,6 +92,14 @@ class Workload:
     def device(self) -> torch.device:
         """Where the parameters are."""
         return next(self.module.parameters()).device
+
+    def refuse_meta(self) -> None:
+        """Refuse a model without values, which can be predicted but not run.
+
+        Raises:
+            InvalidRequestError: With the remedy.
+        """
+        single_device(self.module)
 
     def move_to(self, device: torch.device) -> None:
         """Move the model; its parameters stay the same objects, so an optimizer over them stays valid."""
@@ -138,6 +147,26 @@ class Workload:
             )
         _check_step(made)
         return made
+
+    def copied(self) -> Workload:
+        """The same workload on a deep copy of its model, its optimizer and a loss that is part of a module; one sample.
+
+        Raises:
+            Exception: Whatever the user's own classes raise when they are copied.
+        """
+        memo: dict[int, Any] = {}
+        module = copy.deepcopy(self.module, memo)
+        optimizer = copy.deepcopy(self.own_optimizer, memo)
+        loss_fn, training_step = (
+            copy.deepcopy(function, memo) if isinstance(_owner(function), nn.Module) else function
+            for function in (self.loss.loss_fn, self.loss.training_step)
+        )
+        other = copy.copy(self)
+        other.model = other.module = module
+        other.warnings = []
+        other.loss = MicroBatchLoss(module, loss_fn, training_step, warn=other.warn)
+        other._optimizer = self._optimizer if optimizer is None else optimizer
+        return other
 
     def resident(self) -> list[Tensor]:
         """Tensors that are on the device whether or not a step runs: parameters, buffers, optimizer state."""
@@ -188,6 +217,11 @@ class Workload:
             self.warnings.append(text)
 
 
+def _owner(function: Any) -> Any:
+    """What a method is bound to, else the callable itself."""
+    return getattr(function, "__self__", function)
+
+
 def num_bytes(tensors: Iterable[Any]) -> int:
     """Bytes that these tensors hold, a shared storage once."""
     storages = {}
@@ -230,7 +264,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return module
 
 
-def single_device(module: nn.Module) -> torch.device:
+def single_device(module: nn.Module, *, meta_allowed: bool = False) -> torch.device:
     """Where all of the module's tensors are; more than one place, or the meta device, is refused."""
     devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     if len(devices) > 1:
@@ -238,8 +272,10 @@ def single_device(module: nn.Module) -> torch.device:
             f"the model's tensors are on several devices ({', '.join(sorted(map(str, devices)))}); expected one."
         )
     device = devices.pop()
-    if device.type == "meta":
-        raise InvalidRequestError("the model is on the meta device and holds no values; expected cpu or a GPU.")
+    if device.type == "meta" and not meta_allowed:
+        raise InvalidRequestError(
+            "the model is on the meta device and holds no values; expected cpu or a GPU (only predict takes it as it is)."
+        )
     return device
 
 

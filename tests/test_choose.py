@@ -87,6 +87,13 @@ def test_search_cut_short_is_limited_by_the_caller() -> None:
     assert limited_by(standing(trials), trials, 100, "target") == "caller"
 
 
+def test_a_limit_shown_by_the_peaks_is_memory() -> None:
+    """Where the measured peaks show that the next size cannot fit, memory is the limit, though nothing failed."""
+    trials = [trial(4, FITS)]
+    assert limited_by(standing(trials), trials, 100, "target", proved=True) == "memory"
+    assert limited_by(standing(trials), trials, 4, "target", proved=True) == "target"
+
+
 @pytest.mark.parametrize(
     ("trials", "expected"),
     [

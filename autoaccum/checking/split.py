@@ -75,6 +75,7 @@ def check_workload(workload: Workload, rows: int, device: object = None) -> Chec
         InvalidRequestError: When fewer than 2 rows are asked for, or there is no such device.
         Exception: Whatever the user's code raises.
     """
+    workload.refuse_meta()
     workload.set_training_mode()
     source = workload.source
     count = whole_number(rows, "rows", "the rows to compare")

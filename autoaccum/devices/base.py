@@ -10,10 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+Unit = Literal["storages", "pages", "segments"]
 
 
 class Verdict(Enum):
@@ -62,12 +64,15 @@ class AbstractDevice(ABC):
         torch_device: Where the tensors are.
         cautious: Running far past the budget is dangerous here, so the search must approach it slowly.
         is_host: What lies in host memory counts against the budget.
+        unit: What memory is handed out in, for predictions: "storages" one by one, "pages" of the host, or "segments" of
+            torch's caching allocator.
     """
 
     name: str
     torch_device: torch.device
     cautious: ClassVar[bool] = False
     is_host: ClassVar[bool] = False
+    unit: ClassVar[Unit] = "storages"
 
     @abstractmethod
     def description(self) -> str:

@@ -21,7 +21,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from autoaccum.devices.base import AbstractDevice, ErrorRow, Holder, Steadiness, Verdict, Watch
+from autoaccum.devices.base import AbstractDevice, ErrorRow, Holder, Steadiness, Unit, Verdict, Watch
 from autoaccum.units import format_bytes
 
 # glibc's mallopt parameters (malloc.h). With the default thresholds, which move, the peak of one size wanders by 30 % and
@@ -46,6 +46,7 @@ class CpuDevice(AbstractDevice):
 
     cautious: ClassVar[bool] = True
     is_host: ClassVar[bool] = True
+    unit: ClassVar[Unit] = "pages"
 
     def __init__(self) -> None:
         self.name = "cpu"

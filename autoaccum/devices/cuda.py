@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import psutil
 import torch
@@ -16,12 +16,14 @@ from torch import Tensor
 
 from autoaccum.batches.structure import move
 from autoaccum.devices import nvml
-from autoaccum.devices.base import AbstractDevice, ErrorRow, Holder, Verdict, Watch
+from autoaccum.devices.base import AbstractDevice, ErrorRow, Holder, Unit, Verdict, Watch
 
 
 @final
 class CudaDevice(AbstractDevice):
     """One CUDA (or ROCm) device; a MIG instance is a device of its own size."""
+
+    unit: ClassVar[Unit] = "segments"
 
     def __init__(self, index: int) -> None:
         self.name = f"cuda:{index}"

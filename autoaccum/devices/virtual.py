@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, final
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -25,6 +25,16 @@ from autoaccum.units import format_bytes, parse_size
 _BLOCK_BYTES = 512  # kMinBlockSize in c10/core/AllocatorConfig.h: every request is rounded up to it
 
 
+class Observer(Protocol):
+    """Told of every storage that comes and goes, in order. `key` names a storage while it lives."""
+
+    def allocated(self, key: int, num_bytes: int) -> None:
+        """A storage of so many bytes, before any rounding."""
+
+    def freed(self, key: int) -> None:
+        """Its last reference is gone, or it is about to get another size."""
+
+
 @final
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages that are alive, and raises in the very operation that takes them above the capacity.
@@ -32,14 +42,18 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     A storage is counted from the first operation that makes or touches it until its last reference dies. Memory that a
     kernel uses inside is not seen. Works on fake tensors as on real ones.
 
+    Args:
+        capacity_bytes: None: no limit.
+        observer: Told of every storage; None: nobody.
+
     Attributes:
         live_bytes: Held by the storages now alive.
         peak_bytes: The most that was held at once.
     """
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
+    def __init__(self, capacity_bytes: int | None = None, observer: Observer | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.capacity_bytes = capacity_bytes
+        self.capacity_bytes, self._observer = capacity_bytes, observer
         self.live_bytes = 0
         self.peak_bytes = 0
         self._sizes: dict[int, int] = {}
@@ -62,7 +76,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             torch.OutOfMemoryError: When they take the total above the capacity.
         """
         for tensor in tensors:
-            for part in _dense_parts(tensor):
+            for part in dense_parts(tensor):
                 self._count_storage(part.untyped_storage())
 
     def close(self) -> None:
@@ -89,6 +103,10 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._finalizers[key].atexit = False
         grown = size - (known or 0)
         self._sizes[key] = size
+        if self._observer is not None:
+            if known is not None:
+                self._observer.freed(key)
+            self._observer.allocated(key, storage.nbytes())
         self.live_bytes += grown
         if self.capacity_bytes is not None and grown > 0 and self.live_bytes > self.capacity_bytes:
             raise torch.OutOfMemoryError(
@@ -100,13 +118,23 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, key: int) -> None:
         self.live_bytes -= self._sizes.pop(key, 0)
         self._finalizers.pop(key, None)
+        if self._observer is not None:
+            self._observer.freed(key)
+
+
+def eager_only() -> AbstractContextManager[Any]:
+    """Compiled models run eagerly inside.
+
+    Under a dispatch mode Dynamo marks the code it meets as never to be compiled, and keeps that mark afterwards.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _rounded(num_bytes: int) -> int:
     return -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
-def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
+def dense_parts(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors that hold the values; a sparse tensor has no storage of its own."""
     if tensor.layout == torch.strided:
         yield tensor
@@ -179,9 +207,7 @@ class VirtualDevice(AbstractDevice):
         try:
             tracker.count(resident)
             self._tracker = tracker
-            # Under a dispatch mode Dynamo marks the code it meets as never to be compiled, and keeps that mark afterwards.
-            stance = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-            with stance, tracker:
+            with eager_only(), tracker:
                 yield watch
         finally:
             self._tracker = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from autoaccum.records import CheckResult, Environment, Fit, Levers, MemoryAccount, PlanRecord, ProbeResult
+from autoaccum.records import CheckResult, Environment, Fit, Levers, MemoryAccount, PlanRecord, Prediction, ProbeResult
 from autoaccum.report.tables import TABLE_HEADER, table_rows
 from autoaccum.units import format_bytes, format_seconds
 
@@ -38,15 +38,40 @@ def plan_lines(plan: PlanRecord) -> list[tuple[str, str]]:
     lines = [
         ("Plan", f"{_sizes_in_words(plan.micro_batch_sizes)}{ranks} = one optimizer step of {plan.effective_batch} samples"),
         ("Largest micro-batch", _limit_in_words(plan.max_micro_batch, plan, "the next size of use for this target")),
-        ("Memory", _memory_in_words(plan.measured_peak_bytes, plan.budget_bytes)),
+        ("Memory", _plan_memory_in_words(plan)),
     ]
-    if plan.memory is not None:
+    if plan.prediction is not None:
+        lines += _prediction_lines(plan.prediction)
+    elif plan.memory is not None:
         lines.append(("Of that", _account_in_words(plan.memory)))
     if plan.step_time_s is not None:
         rate = f"{plan.samples_per_s:.4g} samples/s" if plan.samples_per_s else "-"
         lines.append(("Speed", f"{format_seconds(plan.step_time_s)} per optimizer step, {rate}"))
     lines.append(("Levers", _levers_in_words(plan.levers)))
     return lines + _environment_lines(plan.environment)
+
+
+def _plan_memory_in_words(plan: PlanRecord) -> str:
+    found = plan.prediction
+    if found is None:
+        return _memory_in_words(plan.measured_peak_bytes, plan.budget_bytes)
+    return (
+        f"predicted peak {format_bytes(found.peak_bytes)} of a budget of {format_bytes(plan.budget_bytes)}, "
+        f"between {format_bytes(found.low_bytes)} and {format_bytes(found.high_bytes)}, in the {found.phase} phase"
+    )
+
+
+def _prediction_lines(found: Prediction) -> list[tuple[str, str]]:
+    parts = ", ".join(f"{kind} {format_bytes(held)}" for kind, held in found.by_kind.items())
+    lines = [
+        ("Of that", parts),
+        ("Work", f"{found.flops_per_step / 1e12:.4g} TFLOP per optimizer step and rank"),
+        ("Not modelled", "; ".join(found.not_modelled)),
+    ]
+    for row in found.outlooks:
+        fits = f"{row.accumulation_steps} x {row.micro_batch}" if row.fits else "does not fit"
+        lines.append((row.gpu, f"{fits}, {format_bytes(row.peak_bytes)} of {format_bytes(row.total_bytes)}"))
+    return lines
 
 
 def probe_lines(result: ProbeResult) -> list[tuple[str, str]]:
@@ -121,6 +146,8 @@ def _limit_in_words(size: int, found: PlanRecord | ProbeResult, following: str) 
         basis = f"exact: it ran, and {following}{named} ran and failed"
     elif above:
         basis = f"measured: it ran, and {min(above)} failed; sizes between them were not tried"
+    elif found.limited_by == "memory":
+        basis = f"measured: it ran, and the peaks of smaller sizes show that {following} cannot fit"
     else:
         basis = "measured: it ran, and no larger size was tried"
     return f"{size}, limited by {_LIMITS[found.limited_by]} ({basis})"

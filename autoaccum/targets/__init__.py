@@ -11,8 +11,11 @@ Nothing is ever downloaded.
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from typing import Any
 from urllib.parse import parse_qsl
+
+import torch
 
 from autoaccum.errors import InvalidRequestError
 from autoaccum.targets.demos import DEMOS
@@ -26,8 +29,11 @@ _EXPECTED = (
 )
 
 
-def load_target(text: str) -> Workload:
+def load_target(text: str, *, without_values: bool = False) -> Workload:
     """The workload that a TARGET text names.
+
+    Args:
+        without_values: Build what is built in on the meta device, where it takes no memory and can only be predicted.
 
     Raises:
         InvalidRequestError: When there is no such thing, or it does not return a workload.
@@ -39,20 +45,25 @@ def load_target(text: str) -> Workload:
         True
     """
     scheme, _, rest = text.partition(":")
-    name, _, query = rest.partition("?")
-    match scheme:
-        case "demo":
-            if name not in DEMOS:
-                raise InvalidRequestError(f"target {text!r} is not built in; expected demo:{' or demo:'.join(DEMOS)}.")
-            return _built(text, DEMOS[name], _options(query))
-        case "hf":
-            return hf_workload(name, _options(query))
-        case "torchvision":
-            return torchvision_workload(name, _options(query))
+    if scheme in ("demo", "hf", "torchvision"):
+        with torch.device("meta") if without_values else nullcontext():
+            return _built_in(text, scheme, rest)
     location, colon, function = text.rpartition(":")
     if not colon or not location or not function:
         raise InvalidRequestError(f"target {text!r} cannot be read; {_EXPECTED}.")
     return workload_from_function(location, function)
+
+
+def _built_in(text: str, scheme: str, rest: str) -> Workload:
+    name, _, query = rest.partition("?")
+    match scheme:
+        case "hf":
+            return hf_workload(name, _options(query))
+        case "torchvision":
+            return torchvision_workload(name, _options(query))
+    if name not in DEMOS:
+        raise InvalidRequestError(f"target {text!r} is not built in; expected demo:{' or demo:'.join(DEMOS)}.")
+    return _built(text, DEMOS[name], _options(query))
 
 
 def _built(text: str, build: Any, options: dict[str, Any]) -> Workload:

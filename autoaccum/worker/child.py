@@ -6,9 +6,10 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import BinaryIO, final
+from typing import Any, BinaryIO, final
 
 import msgspec
 import torch
@@ -17,10 +18,11 @@ from autoaccum.checking.split import check_workload
 from autoaccum.devices import device_for
 from autoaccum.devices.base import AbstractDevice
 from autoaccum.errors import AutoaccumError, NothingFitsError
+from autoaccum.predicting import predict_workload
 from autoaccum.records import Candidate, CheckResult, PlanRecord, Trial
 from autoaccum.session import Request
 from autoaccum.targets import load_target
-from autoaccum.tune import probe_workload, tune_workload
+from autoaccum.tune import gpus_for, probe_workload, tune_workload
 from autoaccum.worker.messages import Bounded, Failed, Finished, Job, Message, Planned, Probed, Started
 from autoaccum.workload import Workload
 
@@ -63,6 +65,25 @@ def checked_target(target: str, rows: int, device: str | None) -> CheckResult | 
             workload = load_target(target)
             chosen = None if device is None else _device_named(device, workload)
             return check_workload(workload, rows, chosen)
+    except AutoaccumError:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's error, whatever it is, is shown by the caller
+        return users_traceback(error)
+
+
+def predicted_target(
+    target: str, gpus: Sequence[str], numbers: dict[str, Any], world_size: int, picture: str | None
+) -> PlanRecord | str:
+    """The plan for GPUs that are not here, in this process; the user's own error as text.
+
+    Raises:
+        AutoaccumError: When the target or a GPU cannot be used, or nothing fits.
+    """
+    try:
+        with redirect_stdout(sys.stderr):  # what the user's code prints is not the answer
+            named = gpus_for(gpus[0] if len(gpus) == 1 else list(gpus))
+            workload = load_target(target, without_values=True)
+            return predict_workload(workload, Request(**numbers), named, world_size=world_size, picture=picture)
     except AutoaccumError:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's error, whatever it is, is shown by the caller

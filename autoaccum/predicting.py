@@ -1,0 +1,372 @@
+"""One prediction: from a workload and the names of GPUs to a plan of which nothing has run.
+
+Traces come from `prediction`; here a micro-batch is chosen by them, as the search would, and written down.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple, final
+
+import psutil
+import torch
+from torch import nn
+
+from autoaccum.choose import Schedule, schedule_for
+from autoaccum.errors import InvalidRequestError, NothingFitsError
+from autoaccum.prediction.allocator import Replay, replay
+from autoaccum.prediction.corrections import as_on, kernel_choices
+from autoaccum.prediction.forecast import in_blocks, reason_of
+from autoaccum.prediction.gpus import GPUS, Gpu
+from autoaccum.prediction.growth import Growth, NotAffineError, growth_of
+from autoaccum.prediction.trace import KINDS, Trace, fake_trace, is_refusal, record_windows
+from autoaccum.preserve import Snapshot, preserved
+from autoaccum.records import Environment, LimitedBy, Outlook, PlanRecord, Prediction
+from autoaccum.report.picture import Timeline, drawing_to
+from autoaccum.schedule import ladder, shares, whole_number
+from autoaccum.session import Request, checked
+from autoaccum.units import Share, format_bytes, parse_size
+from autoaccum.workload import Workload, num_bytes
+
+_ROOM_TO_RUN = 6  # weights, gradients, two optimizer states and a copy of the weights to put back, and some activations
+
+
+class Basis(NamedTuple):
+    """The growth that a GPU's predictions rest on, and what it does not contain."""
+
+    growth: Growth
+    not_modelled: tuple[str, ...]
+
+
+@final
+class Foresight:
+    """Traces of one workload for any GPU; GPUs that would take the same kernels share them."""
+
+    def __init__(self, workload: Workload, multiple_of: int = 1) -> None:
+        self._workload, self._multiple_of = workload, multiple_of
+        self._known: list[tuple[Gpu, set[frozenset[str]], Growth]] = []
+        self._refusal: str | None = None
+
+    def on(self, gpu: Gpu) -> Basis:
+        """What this GPU would allocate.
+
+        Raises:
+            InvalidRequestError: When the training step cannot be traced.
+            Exception: Whatever the user's code raises.
+        """
+        for other, seen, growth in self._known:
+            if kernel_choices(seen, gpu) == kernel_choices(seen, other):
+                return Basis(growth.with_workspace(other.workspace_bytes, gpu.workspace_bytes), self._not_modelled())
+        seen = set()
+        growth = self._traced(gpu, seen)
+        self._known.append((gpu, seen, growth))
+        return Basis(growth, self._not_modelled())
+
+    def _traced(self, gpu: Gpu, seen: set[frozenset[str]]) -> Growth:
+        adjusted = as_on(gpu, seen=seen)
+        try:
+            return growth_of(
+                lambda rows: fake_trace(self._workload, rows, host_batch=False, sums_in_place=True, adjusted=adjusted),
+                self._multiple_of,
+            )
+        except NotAffineError:
+            raise
+        except Exception as error:
+            if self._workload.device.type != "cpu" and not is_refusal(error):
+                raise
+            self._refusal = reason_of(error)
+        self._check_room()
+        with preserved(
+            self._workload.module, self._workload.own_optimizer, device=self._workload.device, on_disk=True
+        ) as snapshot:
+            return growth_of(partial(self._really_traced, gpu, snapshot), self._multiple_of)
+
+    def _really_traced(self, gpu: Gpu, snapshot: Snapshot, rows: int) -> Trace:
+        batch = self._workload.source.take(rows)
+        try:
+            return record_windows(
+                self._workload, batch, rows, host_batch=False, sums_in_place=True, adjusted=as_on(gpu, real=True)
+            )
+        finally:
+            snapshot.restore()
+
+    def _check_room(self) -> None:
+        """Real passes need a model with values, on the host, and room for its training."""
+        remedy = (
+            "It can be traced on real tensors at two small sizes instead, for which the model has to be on the cpu and hold "
+            "values; or let autotune search on the device itself."
+        )
+        if self._workload.device.type != "cpu":
+            raise InvalidRequestError(f"fake tensors cannot run this training step ({self._refusal}). {remedy}")
+        needed = _ROOM_TO_RUN * num_bytes(self._workload.module.parameters())
+        free = psutil.virtual_memory().available
+        if needed > free:
+            raise InvalidRequestError(
+                f"fake tensors cannot run this training step ({self._refusal}), and to trace it on real tensors would take "
+                f"some {format_bytes(needed)} of host memory, of which {format_bytes(free)} are free."
+            )
+
+    def _not_modelled(self) -> tuple[str, ...]:
+        found = [
+            "temporaries inside kernels (attention's backward, reductions)",
+            "other processes and the desktop on the GPU",
+        ]
+        modules = list(self._workload.module.modules())
+        if any(isinstance(module, (nn.modules.conv._ConvNd)) for module in modules):
+            found.append(
+                "which workspaces cuDNN takes for convolutions: its versions differ, and all that it may take are counted"
+            )
+        if any(isinstance(module, nn.RNNBase) for module in modules):
+            found.append("cuDNN's reserve for recurrent layers, which are traced in their parts")
+        if self._refusal is not None:
+            found.append(
+                f"the GPU's attention kernels: fake tensors cannot run this training step ({self._refusal}), so that it was "
+                "traced on real tensors in host memory at small sizes"
+            )
+        return tuple(found)
+
+
+class _Found(NamedTuple):
+    """The largest size that fits on a GPU (None: none does), or the smallest with what it would take."""
+
+    best: int | None
+    replay: Replay
+    schedule: Schedule | None
+
+
+@final
+class Predictor:
+    """Predicts one call on any number of GPUs."""
+
+    def __init__(self, workload: Workload, request: Request, world_size: int) -> None:
+        self.request = checked(request, world_size)
+        assert self.request.target_batch is not None
+        self.workload, self.world_size = workload, world_size
+        self.share = shares(self.request.target_batch, world_size)[0]
+        self.top, self.bound = self._top()
+        self.sizes = self._sizes()
+        self.foresight = Foresight(workload, self.request.multiple_of)
+
+    def _top(self) -> tuple[int, LimitedBy]:
+        bounds: list[tuple[int | None, LimitedBy]] = [
+            (self.share, "target"),
+            (self.workload.source.length, "data"),
+            (self.request.max_micro_batch, "caller"),
+        ]
+        known = [(size, kind) for size, kind in bounds if size is not None]
+        return min(known, key=lambda item: item[0])
+
+    def _sizes(self) -> Sequence[int]:
+        multiple_of = self.request.multiple_of
+        if self.request.equal_micro_batches:
+            return range(multiple_of, self.top + 1, multiple_of) or (self.top,)
+        allowed = self.top // multiple_of * multiple_of
+        return sorted({*ladder(self.share, self.top, multiple_of), allowed or self.top})
+
+    def limit_bytes(self, gpu: Gpu) -> int:
+        """What the process may hold on this GPU."""
+        if self.request.budget is None:
+            return gpu.total_bytes
+        asked = parse_size(self.request.budget)
+        size = int(gpu.total_bytes * asked.frac) if isinstance(asked, Share) else asked
+        if size > gpu.total_bytes:
+            raise InvalidRequestError(
+                f"budget={self.request.budget!r} is larger than the {gpu.name}, which has {format_bytes(gpu.total_bytes)}; "
+                "lower it, or name another GPU."
+            )
+        return size
+
+    def find(self, gpu: Gpu) -> _Found:
+        """The largest size of use that runs on this GPU without the allocator flushing its cache."""
+        growth = self.foresight.on(gpu).growth
+        allowed = self.limit_bytes(gpu) - gpu.context_bytes
+        low, high = 0, len(self.sizes)
+        while low < high:  # live bytes grow with the size, reserved ones may not
+            middle = (low + high) // 2
+            if int(growth.live(self.sizes[middle], in_blocks).max()) <= allowed:
+                low = middle + 1
+            else:
+                high = middle
+        for size in reversed(self.sizes[:low]):
+            played = replay(growth.events, growth.sizes(size).tolist())
+            if played.peak_reserved_bytes <= allowed:
+                return self._found(size, growth, played)
+        smallest = self.sizes[0]
+        return _Found(None, replay(growth.events, growth.sizes(smallest).tolist()), None)
+
+    def _found(self, size: int, growth: Growth, played: Replay) -> _Found:
+        assert self.request.target_batch is not None
+        schedule = schedule_for(
+            self.request.target_batch,
+            self.world_size,
+            size,
+            multiple_of=self.request.multiple_of,
+            equal=self.request.equal_micro_batches,
+        )
+        used = schedule.micro_batch
+        return _Found(size, played if used == size else replay(growth.events, growth.sizes(used).tolist()), schedule)
+
+    def outlook(self, gpu: Gpu) -> Outlook:
+        """One row of the table over GPUs."""
+        found = self.find(gpu)
+        sizes = None if found.schedule is None else found.schedule.sizes[0]
+        return Outlook(
+            gpu=gpu.name,
+            total_bytes=gpu.total_bytes,
+            fits=sizes is not None,
+            peak_bytes=found.replay.peak_reserved_bytes + gpu.context_bytes,
+            micro_batch=None if sizes is None else max(sizes),
+            accumulation_steps=None if sizes is None else len(sizes),
+        )
+
+    def plan(self, gpu: Gpu, outlooks: Sequence[Outlook] = ()) -> PlanRecord:
+        """The plan for this GPU.
+
+        Raises:
+            NothingFitsError: When the smallest micro-batch does not fit, with what would be needed.
+        """
+        found = self.find(gpu)
+        if found.best is None or found.schedule is None:
+            raise NothingFitsError(self._needed(gpu, found.replay), ())
+        request, own = self.request, found.schedule.sizes[0]
+        assert request.target_batch is not None
+        prediction = self._prediction(gpu, max(own), own, found.replay, outlooks)
+        return PlanRecord(
+            target_batch=request.target_batch,
+            world_size=self.world_size,
+            effective_batch=sum(map(sum, found.schedule.sizes)),
+            micro_batch=max(own),
+            accumulation_steps=len(own),
+            micro_batch_sizes=own,
+            max_micro_batch=found.best,
+            limited_by=self.bound if found.best == self.sizes[-1] else "memory",
+            evidence="predicted",
+            multiple_of=request.multiple_of,
+            equal_micro_batches=request.equal_micro_batches,
+            budget_bytes=self.limit_bytes(gpu),
+            predicted_peak_bytes=prediction.peak_bytes,
+            warnings=(*self.workload.warnings, *found.schedule.warnings, *self._doubts(gpu, prediction)),
+            memory=self.workload.account(prediction.by_kind.get("optimizer state")),
+            prediction=prediction,
+            environment=self._environment(gpu),
+        )
+
+    def _needed(self, gpu: Gpu, played: Replay) -> str:
+        needed = played.peak_reserved_bytes + gpu.context_bytes
+        account = self.workload.account()
+        weights = account.trainable_bytes + account.frozen_bytes + account.buffer_bytes
+        limit = self.limit_bytes(gpu)
+        larger = next((other.name for other in GPUS if other.total_bytes >= needed * 1.02), None)
+        remedy = (
+            f"The smallest listed GPU with that much memory is the {larger}."
+            if larger
+            else f"No listed GPU has that much (the largest, {GPUS[-1].name}, has {format_bytes(GPUS[-1].total_bytes)}): "
+            "shard the model over several GPUs, or use a smaller model, sample or optimizer state."
+        )
+        return (
+            f"micro_batch={self.sizes[0]} is predicted to need {format_bytes(needed)} on a {gpu.name}, and may hold "
+            f"{format_bytes(limit)}. Weights and buffers alone take {format_bytes(weights)}, gradients "
+            f"{format_bytes(account.gradient_bytes)}. {remedy}"
+        )
+
+    def _doubts(self, gpu: Gpu, prediction: Prediction) -> list[str]:
+        limit = self.limit_bytes(gpu)
+        if prediction.high_bytes <= limit:
+            return []
+        return [
+            f"The predicted peak of {format_bytes(prediction.peak_bytes)} may be up to "
+            f"{format_bytes(prediction.high_bytes)}, more than the {format_bytes(limit)} there are; prove it on the GPU "
+            "with autotune."
+        ]
+
+    def _prediction(
+        self, gpu: Gpu, size: int, own: Sequence[int], played: Replay, outlooks: Sequence[Outlook]
+    ) -> Prediction:
+        basis = self.foresight.on(gpu)
+        growth, peak_bytes = basis.growth, played.peak_reserved_bytes + gpu.context_bytes
+        event = int(growth.live(size, in_blocks).argmax())
+        held = growth.split(size, event, in_blocks)
+        allocated = sum(held.values())
+        error = interval_frac(self.workload.module)
+        windows = growth.flops(1), growth.flops(0)
+        per_row = sum(windows[0].values()) - sum(windows[1].values())
+        per_micro_batch = sum(windows[1].values())
+        runs = 4  # micro-batches of a traced probe
+        return Prediction(
+            gpu=gpu.name,
+            total_bytes=gpu.total_bytes,
+            peak_bytes=peak_bytes,
+            low_bytes=int(peak_bytes * (1 - error)),
+            high_bytes=int(peak_bytes * (1 + error)),
+            allocated_bytes=allocated,
+            by_kind={
+                **{kind: size_bytes for kind, size_bytes in held.items() if size_bytes},
+                "cached": played.peak_reserved_bytes - allocated,
+                "context": gpu.context_bytes,
+            },
+            phase=growth.phase_at(event),
+            flops_per_step=(per_row * sum(own) + per_micro_batch * len(own)) // runs,
+            not_modelled=basis.not_modelled,
+            outlooks=tuple(outlooks),
+        )
+
+    def memory_over_time(self, gpu: Gpu, size: int) -> Timeline:
+        """What is held over the last traced optimizer step, for a picture."""
+        growth = self.foresight.on(gpu).growth
+        held = growth.by_kind(size, in_blocks)
+        last = [mark for mark in growth.marks if mark.window == growth.marks[-1].window]
+        return Timeline(
+            title=f"One optimizer step on a {gpu.name}, micro-batch {size}, predicted",
+            held_bytes={kind: tuple(map(int, row[last[0].event :])) for kind, row in zip(KINDS, held, strict=True)},
+            phases=tuple((mark.event - last[0].event, mark.phase) for mark in last),
+            limit_bytes=self.limit_bytes(gpu) - gpu.context_bytes,
+        )
+
+    def _environment(self, gpu: Gpu) -> Environment:
+        return Environment(
+            device=gpu.name,
+            device_name=f"{gpu.architecture}, {format_bytes(gpu.total_bytes)}, not here: nothing was run",
+            model=type(self.workload.module).__name__,
+            optimizer=self.workload.optimizer_name,
+            batch=self.workload.source.description,
+            world_size=self.world_size,
+            python_version=platform.python_version(),
+            torch_version=str(torch.__version__),
+            autoaccum_version=version("autoaccum"),
+            platform=platform.platform(),
+        )
+
+
+def interval_frac(module: nn.Module) -> float:
+    """How far the truth may lie from a prediction on a GPU, as a fraction (benchmarks/accuracy.py)."""
+    return 0.10 if any(isinstance(layer, nn.modules.conv._ConvNd) for layer in module.modules()) else 0.03
+
+
+def predict_workload(
+    workload: Workload,
+    request: Request,
+    gpus: Sequence[Gpu],
+    *,
+    world_size: int = 1,
+    picture: str | Path | None = None,
+) -> PlanRecord:
+    """What `predict` does for a workload that is ready: the plan for the smallest of these GPUs that trains it.
+
+    Raises:
+        InvalidRequestError, MissingExtraError: When no such picture can be drawn.
+        NothingFitsError: When none of them does.
+    """
+    if not gpus:
+        raise InvalidRequestError("no GPU was named; expected a name, a size, or all.")
+    draw = None if picture is None else drawing_to(picture)
+    predictor = Predictor(workload, request, whole_number(world_size, "world_size", "the ranks that train together"))
+    outlooks = [predictor.outlook(gpu) for gpu in gpus] if len(gpus) > 1 else []
+    chosen = next((gpu for gpu, row in zip(gpus, outlooks, strict=False) if row.fits), gpus[-1])
+    plan = predictor.plan(chosen, outlooks)
+    if draw is not None:
+        draw(predictor.memory_over_time(chosen, plan.micro_batch))
+    return plan

@@ -1,0 +1,1 @@
+"""What a size needs, worked out without running it on the device."""

@@ -1,0 +1,161 @@
+"""The predicted peak of every size on the device that will be searched, for the search to start from.
+
+Traces on fake tensors; where they are refused, on real ones at two tiny sizes; where that fails as well, says why and leaves
+the search without a prediction. A forecast may be wrong: it decides where a search starts, never where it ends.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import NamedTuple, final
+
+import numpy as np
+
+from autoaccum.devices.base import AbstractDevice
+from autoaccum.prediction.allocator import AllocatorSettings, replay
+from autoaccum.prediction.growth import Growth, NotAffineError, growth_of
+from autoaccum.prediction.trace import Trace, fake_trace, is_refusal, record_windows
+from autoaccum.preserve import Snapshot
+from autoaccum.workload import Workload
+
+_BLOCK_BYTES = 512  # kMinBlockSize in c10/core/AllocatorConfig.h: every request is rounded up to it
+_PAGE_BYTES = 4096
+_MMAP_BYTES = 64 * 2**10  # from here on glibc maps pages of their own, as devices/cpu.py sets it
+_MALLOC_BYTES = 64 + 16  # alignment of c10/core/impl/alloc_cpu.cpp (gAlignment), and malloc's own header
+
+# One-sided relative errors beyond the part that a first probe measures: benchmarks/accuracy.py.
+_ERROR_FRAC = {"storages": 0.001, "pages": 0.02, "segments": 0.05}
+
+Sizes = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+def in_blocks(sizes: Sizes) -> Sizes:
+    """Rounded as the caching allocator rounds requests.
+
+    Example:
+        >>> in_blocks(np.array([0, 1, 513])).tolist()
+        [0, 512, 1024]
+    """
+    return -(-sizes // _BLOCK_BYTES) * _BLOCK_BYTES
+
+
+def in_pages(sizes: Sizes) -> Sizes:
+    """Rounded as large host allocations are: to whole pages, with malloc's header and torch's alignment."""
+    mapped = -(-(sizes + _MALLOC_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
+    return np.where(sizes >= _MMAP_BYTES, mapped, sizes)
+
+
+class Traced(NamedTuple):
+    """Traces of a workload, or why there are none. `note` says what was done instead of fake tensors."""
+
+    growth: Growth | None
+    note: str | None = None
+
+
+@final
+class Forecast:
+    """Predicted peaks of one device; satisfies `search.Forecast`.
+
+    Args:
+        growth: The allocations of every size.
+        unit: How the device counts, see `AbstractDevice.unit`.
+        held_bytes: What counts against the budget before anything runs, the model's tensors included.
+        whole_batch: Rows of the batch that a micro-batch is cut from, where all of it lies in the memory that counts.
+    """
+
+    def __init__(self, growth: Growth, *, unit: str, held_bytes: int, whole_batch: int | None = None) -> None:
+        self.error_frac = _ERROR_FRAC[unit]
+        self._growth, self._held_bytes, self._whole_batch = growth, held_bytes, whole_batch
+        self._rounded = in_pages if unit == "pages" else in_blocks
+        self.peak_bytes: Callable[[int], int] = lru_cache(maxsize=None)(
+            self._reserved_peak if unit == "segments" else self._live_peak
+        )
+
+    def _live_peak(self, rows: int) -> int:
+        """Highest sum of live storages, above what the model held at the start."""
+        live = self._growth.live(rows, self._rounded)
+        return self._held_bytes + int(live.max()) - self._weights_bytes(rows) + self._rest_of_batch_bytes(rows)
+
+    def _reserved_peak(self, rows: int) -> int:
+        """What the caching allocator reserves, and what it does not own."""
+        environment = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
+        played = replay(
+            self._growth.events, self._growth.sizes(rows).tolist(), settings=AllocatorSettings.parse(environment)
+        )
+        return max(self._held_bytes, self._held_bytes - self._weights_bytes(rows) + played.peak_reserved_bytes)
+
+    def _weights_bytes(self, rows: int) -> int:
+        """What is there from the start: counted in what the device holds already."""
+        split = self._growth.split(rows, self._growth.start_event, self._rounded)
+        return split["weights"] + split["optimizer state"]
+
+    def _rest_of_batch_bytes(self, rows: int) -> int:
+        if self._whole_batch is None or self._whole_batch <= rows:
+            return 0
+        start = self._growth.start_event
+        whole, part = (self._growth.split(size, start, self._rounded)["batch"] for size in (self._whole_batch, rows))
+        return whole - part
+
+
+def traced(
+    workload: Workload,
+    device: AbstractDevice,
+    *,
+    multiple_of: int = 1,
+    snapshot: Snapshot | None = None,
+    budget_bytes: int | None = None,
+) -> Traced:
+    """Trace a workload at a few small sizes, on fake tensors or else on real ones.
+
+    Args:
+        multiple_of: Sizes are multiples of this.
+        snapshot: Restores the workload after real passes; None: no real passes.
+        budget_bytes: The limit under which real passes run.
+
+    Leaves behind:
+        Nothing.
+    """
+    try:
+        return Traced(growth_of(partial(_fake, workload, device), multiple_of))
+    except Exception as error:  # noqa: BLE001 - fake tensors refuse in many ways, and real trials raise what is the user's
+        refusal, is_users = reason_of(error), not (is_refusal(error) or isinstance(error, NotAffineError))
+    if snapshot is None or workload.device.type != "cpu" or is_users:
+        return Traced(None, f"No prediction: the training step does not run on fake tensors ({refusal}).")
+    try:
+        growth = growth_of(partial(_real, workload, device, snapshot, budget_bytes), multiple_of)
+    except Exception as error:  # noqa: BLE001 - as above
+        return Traced(
+            None,
+            f"No prediction: the training step does not run on fake tensors ({refusal}), nor could two small sizes be "
+            f"traced ({reason_of(error)}); sizes were searched by doubling and bisection.",
+        )
+    text = f"The training step does not run on fake tensors ({refusal}); it was traced on real ones at two small sizes."
+    return Traced(growth, text)
+
+
+def _fake(workload: Workload, device: AbstractDevice, rows: int) -> Trace:
+    return fake_trace(workload, rows, host_batch=device.is_host, sums_in_place=device.unit != "storages")
+
+
+def _real(workload: Workload, device: AbstractDevice, snapshot: Snapshot, budget_bytes: int | None, rows: int) -> Trace:
+    try:
+        with device.limited_to(device.total_bytes() if budget_bytes is None else budget_bytes):
+            return record_windows(
+                workload,
+                workload.source.take(rows),
+                rows,
+                host_batch=device.is_host,
+                sums_in_place=device.unit != "storages",
+            )
+    finally:
+        snapshot.restore()
+
+
+def reason_of(error: BaseException) -> str:
+    """An error in one line."""
+    operation = getattr(error, "func", None)  # torch's DynamicOutputShapeException and DataDependentOutputException
+    first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    named = f"{type(error).__name__}: {operation if operation is not None else first_line}"
+    return named if len(named) <= 300 else named[:300] + "..."
