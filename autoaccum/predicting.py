@@ -25,6 +25,7 @@ from autoaccum.prediction.gpus import GPUS, Gpu
 from autoaccum.prediction.growth import Growth, NotAffineError, growth_of
 from autoaccum.prediction.trace import KINDS, Trace, fake_trace, is_refusal, record_windows
 from autoaccum.preserve import Snapshot, preserved
+from autoaccum.probing import MICRO_BATCHES_PER_WINDOW, WINDOWS_PER_PROBE
 from autoaccum.records import Environment, LimitedBy, Outlook, PlanRecord, Prediction
 from autoaccum.report.picture import Timeline, drawing_to
 from autoaccum.schedule import ladder, shares, whole_number
@@ -35,11 +36,32 @@ from autoaccum.workload import Workload, num_bytes
 _ROOM_TO_RUN = 6  # weights, gradients, two optimizer states and a copy of the weights to put back, and some activations
 
 
+class Played(NamedTuple):
+    """The allocations of a size, and what the caching allocator makes of them."""
+
+    growth: Growth
+    replay: Replay
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The most that is reserved at once."""
+        return self.replay.peak_reserved_bytes
+
+
 class Basis(NamedTuple):
     """The growth that a GPU's predictions rest on, and what it does not contain."""
 
     growth: Growth
     not_modelled: tuple[str, ...]
+
+    def replay(self, rows: int) -> Played:
+        """What the allocator makes of it: with the workspaces that a library may take and without, what reserves more.
+
+        Workspaces come and go between other blocks, so that with them less may be reserved in the end.
+        """
+        variants = [self.growth, self.growth.without_passing_workspaces()]
+        played = [Played(one, replay(one.events, one.sizes(rows).tolist())) for one in variants if one is not None]
+        return max(played, key=lambda found: found.replay.peak_reserved_bytes)
 
 
 @final
@@ -134,7 +156,7 @@ class _Found(NamedTuple):
     """The largest size that fits on a GPU (None: none does), or the smallest with what it would take."""
 
     best: int | None
-    replay: Replay
+    played: Played
     schedule: Schedule | None
 
 
@@ -182,7 +204,8 @@ class Predictor:
 
     def find(self, gpu: Gpu) -> _Found:
         """The largest size of use that runs on this GPU without the allocator flushing its cache."""
-        growth = self.foresight.on(gpu).growth
+        basis = self.foresight.on(gpu)
+        growth = basis.growth
         allowed = self.limit_bytes(gpu) - gpu.context_bytes
         low, high = 0, len(self.sizes)
         while low < high:  # live bytes grow with the size, reserved ones may not
@@ -192,13 +215,12 @@ class Predictor:
             else:
                 high = middle
         for size in reversed(self.sizes[:low]):
-            played = replay(growth.events, growth.sizes(size).tolist())
-            if played.peak_reserved_bytes <= allowed:
-                return self._found(size, growth, played)
-        smallest = self.sizes[0]
-        return _Found(None, replay(growth.events, growth.sizes(smallest).tolist()), None)
+            played = basis.replay(size)
+            if played.reserved_bytes <= allowed:
+                return self._found(size, basis, played)
+        return _Found(None, basis.replay(self.sizes[0]), None)
 
-    def _found(self, size: int, growth: Growth, played: Replay) -> _Found:
+    def _found(self, size: int, basis: Basis, played: Played) -> _Found:
         assert self.request.target_batch is not None
         schedule = schedule_for(
             self.request.target_batch,
@@ -208,7 +230,7 @@ class Predictor:
             equal=self.request.equal_micro_batches,
         )
         used = schedule.micro_batch
-        return _Found(size, played if used == size else replay(growth.events, growth.sizes(used).tolist()), schedule)
+        return _Found(size, played if used == size else basis.replay(used), schedule)
 
     def outlook(self, gpu: Gpu) -> Outlook:
         """One row of the table over GPUs."""
@@ -218,7 +240,7 @@ class Predictor:
             gpu=gpu.name,
             total_bytes=gpu.total_bytes,
             fits=sizes is not None,
-            peak_bytes=found.replay.peak_reserved_bytes + gpu.context_bytes,
+            peak_bytes=found.played.reserved_bytes + gpu.context_bytes,
             micro_batch=None if sizes is None else max(sizes),
             accumulation_steps=None if sizes is None else len(sizes),
         )
@@ -231,10 +253,10 @@ class Predictor:
         """
         found = self.find(gpu)
         if found.best is None or found.schedule is None:
-            raise NothingFitsError(self._needed(gpu, found.replay), ())
+            raise NothingFitsError(self._needed(gpu, found.played), ())
         request, own = self.request, found.schedule.sizes[0]
         assert request.target_batch is not None
-        prediction = self._prediction(gpu, max(own), own, found.replay, outlooks)
+        prediction = self._prediction(gpu, max(own), own, found.played, outlooks)
         return PlanRecord(
             target_batch=request.target_batch,
             world_size=self.world_size,
@@ -255,8 +277,8 @@ class Predictor:
             environment=self._environment(gpu),
         )
 
-    def _needed(self, gpu: Gpu, played: Replay) -> str:
-        needed = played.peak_reserved_bytes + gpu.context_bytes
+    def _needed(self, gpu: Gpu, played: Played) -> str:
+        needed = played.reserved_bytes + gpu.context_bytes
         account = self.workload.account()
         weights = account.trainable_bytes + account.frozen_bytes + account.buffer_bytes
         limit = self.limit_bytes(gpu)
@@ -284,18 +306,16 @@ class Predictor:
         ]
 
     def _prediction(
-        self, gpu: Gpu, size: int, own: Sequence[int], played: Replay, outlooks: Sequence[Outlook]
+        self, gpu: Gpu, size: int, own: Sequence[int], played: Played, outlooks: Sequence[Outlook]
     ) -> Prediction:
-        basis = self.foresight.on(gpu)
-        growth, peak_bytes = basis.growth, played.peak_reserved_bytes + gpu.context_bytes
-        event = int(growth.live(size, in_blocks).argmax())
+        growth, peak_bytes = played.growth, played.reserved_bytes + gpu.context_bytes
+        event = played.replay.peak_event
         held = growth.split(size, event, in_blocks)
         allocated = sum(held.values())
         error = interval_frac(self.workload.module)
-        windows = growth.flops(1), growth.flops(0)
-        per_row = sum(windows[0].values()) - sum(windows[1].values())
-        per_micro_batch = sum(windows[1].values())
-        runs = 4  # micro-batches of a traced probe
+        fixed, per_row = growth.flops(0), growth.flops(1)
+        traced = WINDOWS_PER_PROBE * MICRO_BATCHES_PER_WINDOW
+        flops = sum(fixed.values()) * len(own) + (sum(per_row.values()) - sum(fixed.values())) * sum(own)
         return Prediction(
             gpu=gpu.name,
             total_bytes=gpu.total_bytes,
@@ -303,14 +323,14 @@ class Predictor:
             low_bytes=int(peak_bytes * (1 - error)),
             high_bytes=int(peak_bytes * (1 + error)),
             allocated_bytes=allocated,
-            by_kind={
-                **{kind: size_bytes for kind, size_bytes in held.items() if size_bytes},
-                "cached": played.peak_reserved_bytes - allocated,
-                "context": gpu.context_bytes,
-            },
+            parts=(
+                *((kind, kind_bytes) for kind, kind_bytes in held.items() if kind_bytes),
+                ("cached", played.reserved_bytes - allocated),
+                ("context", gpu.context_bytes),
+            ),
             phase=growth.phase_at(event),
-            flops_per_step=(per_row * sum(own) + per_micro_batch * len(own)) // runs,
-            not_modelled=basis.not_modelled,
+            flops_per_step=flops // traced,
+            not_modelled=self.foresight.on(gpu).not_modelled,
             outlooks=tuple(outlooks),
         )
 

@@ -179,7 +179,7 @@ class Prediction(Record, frozen=True, kw_only=True):
     """A peak that was computed from traces, and what it is made of, in bytes.
 
     `peak_bytes` is what counts against the GPU's total: what the allocator reserves, and the context. The interval from
-    `low_bytes` to `high_bytes` is as wide as the predictor is known to err. `by_kind` says what is held when most is
+    `low_bytes` to `high_bytes` is as wide as the predictor is known to err. `parts` says what is held when most is
     allocated; with "cached" (reserved, in no tensor's use) and "context" it sums to `peak_bytes`. `phase` is where that is.
     `flops_per_step` counts matrix products, convolutions and attention of one optimizer step on one rank.
     """
@@ -190,11 +190,16 @@ class Prediction(Record, frozen=True, kw_only=True):
     low_bytes: int
     high_bytes: int
     allocated_bytes: int
-    by_kind: dict[str, int]
+    parts: tuple[tuple[str, int], ...]
     phase: Phase
     flops_per_step: int
     not_modelled: tuple[str, ...] = ()
     outlooks: tuple[Outlook, ...] = ()
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """What holds the peak: bytes by kind."""
+        return dict(self.parts)
 
 
 class ProbeResult(Record, frozen=True, kw_only=True, tag_field="record", tag="autoaccum.ProbeResult"):

@@ -59,7 +59,10 @@ Purpose = Literal["probe", "confirm"]
 
 
 class Request(Record, frozen=True, kw_only=True):
-    """The numbers of one call, as they can be written down; the model, the sample and the device come beside it."""
+    """The numbers of one call, as they can be written down; the model, the sample and the device come beside it.
+
+    `predict`: start where a trace says that the limit is; for comparison, and where tracing ended a worker.
+    """
 
     target_batch: int | None = None
     budget: int | str | None = None
@@ -69,6 +72,7 @@ class Request(Record, frozen=True, kw_only=True):
     equal_micro_batches: bool = False
     time_budget_s: float | None = None
     exact: bool = True
+    predict: bool = True
 
 
 class Listener(Protocol):
@@ -214,7 +218,7 @@ class Search:
 
     def _foresee(self, sizes: Sequence[int]) -> None:
         """Predict the peak of every size, once, where there is something to choose from."""
-        if self._is_foreseen or len(sizes) < _WORTH_PREDICTING:
+        if self._is_foreseen or not self.request.predict or len(sizes) < _WORTH_PREDICTING:
             return
         self._is_foreseen = True
         found = traced(
@@ -456,7 +460,7 @@ class Search:
                 self.trials,
                 sizes[-1],
                 self.bound,
-                proved=self._forecast is not None and is_closed_by_convexity(self.trials, sizes, self._guide_bytes),
+                proved=is_closed_by_convexity(self.trials, sizes, self._guide_bytes),
             ),
             evidence=evidence(now, sizes),
             multiple_of=self.request.multiple_of,
@@ -522,4 +526,5 @@ def checked(request: Request, world_size: int) -> Request:
         equal_micro_batches=bool(request.equal_micro_batches),
         time_budget_s=limit,
         exact=bool(request.exact),
+        predict=bool(request.predict),
     )

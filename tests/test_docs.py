@@ -27,7 +27,7 @@ def test_command_is_in_the_readme(command: str) -> None:
     sorted(
         {
             opt
-            for name in ("probe", "check")
+            for name in ("probe", "check", "predict")
             for p in cli.commands[name].params
             if isinstance(p, click.Option)
             for opt in p.opts
@@ -35,7 +35,7 @@ def test_command_is_in_the_readme(command: str) -> None:
     ),
 )
 def test_option_is_in_the_readme(option: str) -> None:
-    """Every option of probe and check is named."""
+    """Every option of probe, check and predict is named."""
     assert option in README
 
 
@@ -47,7 +47,9 @@ def test_options_in_the_readme_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [autoaccum.autotune, autoaccum.probe, autoaccum.Accumulator], ids=lambda function: function.__name__
+    "function",
+    [autoaccum.autotune, autoaccum.probe, autoaccum.predict, autoaccum.Accumulator],
+    ids=lambda function: function.__name__,
 )
 def test_argument_is_in_the_readme(function: object) -> None:
     """Every argument of the public functions is named."""

@@ -6,6 +6,7 @@ While `as_on(gpu)` is entered, recorded windows take the kernels that this GPU w
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -294,6 +295,15 @@ def _convolution_workspaces(gpu: Gpu, recorder: Recorder, optimizer: Optimizer) 
         recorder.listeners.remove(ran)
 
 
+@contextmanager
+def _recurrent_layers(gpu: Gpu, recorder: Recorder, optimizer: Optimizer) -> Iterator[None]:
+    """oneDNN's fused LSTM keeps what it needs where a fake tensor shows nothing; in parts it shows."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of settings for other makers' GPUs, which the flags touch as well
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+
+
 def _on_tensor_cores(gpu: Gpu, dtype: torch.dtype) -> bool:
     """float32 runs there as TF32 from Ampere on, unless it is switched off; half precision from Volta on."""
     if gpu.vendor != "NVIDIA":
@@ -352,5 +362,12 @@ CORRECTIONS = (
         "a workspace for the input, output and weight in NHWC, in every pass",
         "cuDNN's developer guide on tensor layouts; its heuristics for the RTX 3060 and 4060, versions 9.8 and 9.24",
         _convolution_workspaces,
+    ),
+    Correction(
+        "recurrent layers",
+        "oneDNN's fused LSTM, whose workspace is not seen",
+        "cuDNN's, whose reserve holds about what the parts of the layer save",
+        "aten/src/ATen/native/RNN.cpp; the size of the reserve is an estimate",
+        _recurrent_layers,
     ),
 )

@@ -12,9 +12,12 @@ from functools import lru_cache, partial
 from typing import NamedTuple, final
 
 import numpy as np
+import torch
 
 from autoaccum.devices.base import AbstractDevice
 from autoaccum.prediction.allocator import AllocatorSettings, replay
+from autoaccum.prediction.corrections import as_on
+from autoaccum.prediction.gpus import Gpu
 from autoaccum.prediction.growth import Growth, NotAffineError, growth_of
 from autoaccum.prediction.trace import Trace, fake_trace, is_refusal, record_windows
 from autoaccum.preserve import Snapshot
@@ -136,7 +139,24 @@ def traced(
 
 
 def _fake(workload: Workload, device: AbstractDevice, rows: int) -> Trace:
-    return fake_trace(workload, rows, host_batch=device.is_host, sums_in_place=device.unit != "storages")
+    adjusted = as_on(gpu_of(device.torch_device)) if device.unit == "segments" else None
+    in_place = device.unit != "storages"
+    return fake_trace(workload, rows, host_batch=device.is_host, sums_in_place=in_place, adjusted=adjusted)
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """A GPU that is here, as the corrections need it."""
+    found = torch.cuda.get_device_properties(device)
+    is_amd = torch.version.hip is not None
+    return Gpu(
+        name=found.name,
+        total_bytes=found.total_memory,
+        compute_capability=(0, 0) if is_amd else (found.major, found.minor),
+        architecture=found.gcnArchName if is_amd else "",
+        vendor="AMD" if is_amd else "NVIDIA",
+        context_bytes=0,  # measured on the device itself
+        source="torch.cuda.get_device_properties",
+    )
 
 
 def _real(workload: Workload, device: AbstractDevice, snapshot: Snapshot, budget_bytes: int | None, rows: int) -> Trace:

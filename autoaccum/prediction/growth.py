@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import final
 
 import numpy as np
@@ -78,6 +79,22 @@ class Growth:
         other._differences = [
             np.where(kept, after_bytes if order == 0 else 0, d) for order, d in enumerate(self._differences)
         ]
+        return other
+
+    def without_passing_workspaces(self) -> Growth | None:
+        """The same without the workspaces that are given back at once, None where there are none.
+
+        A library can do without: where there is no room, and in versions that choose other kernels.
+        """
+        events = self.events
+        passing = np.zeros(len(self.kinds), dtype=bool)
+        for event, following in pairwise(events):
+            if event >= 0 and following == ~event and self.kinds[event] == "workspaces":
+                passing[event] = True
+        if not passing.any():
+            return None
+        other = copy.copy(self)
+        other._differences = [np.where(passing, 0, difference) for difference in self._differences]
         return other
 
     def by_kind(self, rows: int, rounded: Rounding) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:

@@ -13,6 +13,7 @@ from autoaccum.devices.accelerator import MpsDevice, XpuDevice
 from autoaccum.devices.base import AbstractDevice
 from autoaccum.devices.cpu import CpuDevice, cgroup_limit_bytes, host_allocator
 from autoaccum.devices.cuda import CudaDevice, allocator_in_words, toolkit
+from autoaccum.prediction.trace import self_test
 from autoaccum.units import format_bytes
 
 _HOLDERS_SHOWN = 5
@@ -38,6 +39,8 @@ def examine() -> Iterator[str]:
         built = torch.version.cuda or torch.version.hip
         yield f"CUDA: no device ({'torch is built for ' + built if built else 'torch is built without CUDA'})"
         yield f"  allocator settings in the environment: {allocator_in_words(os.environ)}"
+    wrong = self_test()
+    yield f"predictions: {'fake tensors work' if wrong is None else 'fake tensors of this torch do not work: ' + wrong}"
     if torch.xpu.is_available():
         for index in range(torch.xpu.device_count()):
             yield from _device_lines(XpuDevice(index))

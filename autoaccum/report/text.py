@@ -54,7 +54,8 @@ def plan_lines(plan: PlanRecord) -> list[tuple[str, str]]:
 def _plan_memory_in_words(plan: PlanRecord) -> str:
     found = plan.prediction
     if found is None:
-        return _memory_in_words(plan.measured_peak_bytes, plan.budget_bytes)
+        foreseen = f" ({format_bytes(plan.predicted_peak_bytes)} was predicted)" if plan.predicted_peak_bytes else ""
+        return _memory_in_words(plan.measured_peak_bytes, plan.budget_bytes) + foreseen
     return (
         f"predicted peak {format_bytes(found.peak_bytes)} of a budget of {format_bytes(plan.budget_bytes)}, "
         f"between {format_bytes(found.low_bytes)} and {format_bytes(found.high_bytes)}, in the {found.phase} phase"
@@ -62,7 +63,7 @@ def _plan_memory_in_words(plan: PlanRecord) -> str:
 
 
 def _prediction_lines(found: Prediction) -> list[tuple[str, str]]:
-    parts = ", ".join(f"{kind} {format_bytes(held)}" for kind, held in found.by_kind.items())
+    parts = ", ".join(f"{kind} {format_bytes(held)}" for kind, held in found.parts)
     lines = [
         ("Of that", parts),
         ("Work", f"{found.flops_per_step / 1e12:.4g} TFLOP per optimizer step and rank"),

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -26,6 +26,9 @@ _ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1"}
 _DEATHS_OF_MEMORY = [getattr(signal, name) for name in ("SIGKILL", "SIGABRT", "SIGSEGV", "SIGBUS") if hasattr(signal, name)]
 _GRACE_S = 10.0  # for a worker to put things back and leave after Ctrl-C
 _MOST_WORKERS = 30  # each death lowers the ceiling, so a sound search ends long before
+
+
+F = TypeVar("F", PlanRecord, ProbeResult)
 
 
 class Follower(Protocol):
@@ -59,6 +62,9 @@ def search_in_worker(
 ) -> PlanRecord | ProbeResult:
     """Search in a worker process, with a new one wherever a trial kills it.
 
+    A worker that dies outside of any trial may have died of tracing the target for a prediction, which runs the user's code
+    as well: the next one searches without.
+
     Args:
         target: See `autoaccum.targets`.
         request: The fields of a `session.Request`.
@@ -68,8 +74,10 @@ def search_in_worker(
         WorkerError: When the search ended with an error.
     """
     log: list[Trial] = []
-    raw = msgspec.Raw(msgspec.json.encode(request))
+    predicts = True
+    note: tuple[str, ...] = ()
     for _ in range(_MOST_WORKERS):
+        raw = msgspec.Raw(msgspec.json.encode({**request, "predict": predicts}))
         job = Job(target=target, device=device, request=raw, log=tuple(log))
         running: Started | None = None
         with _worker(job) as process:
@@ -85,14 +93,17 @@ def search_in_worker(
                         log.append(message.trial)
                         follower.finished(message.trial)
                     case Planned():
-                        return message.plan
+                        return _with_note(message.plan, note)
                     case Probed():
-                        return message.result
+                        return _with_note(message.result, note)
                     case Failed():
                         raise WorkerError(message.kind, message.text, tuple(log))
             code = process.wait()
         if code in (130, -signal.SIGINT):
             raise KeyboardInterrupt
+        if running is None and predicts:
+            predicts, note = False, (f"No prediction: the worker process ended {_ending(code)} while it was made.",)
+            continue
         if running is None or -code not in _DEATHS_OF_MEMORY:
             size = "before it ran a trial" if running is None and not log else "outside any trial"
             where = size if running is None else f"during the trial of micro_batch={running.candidate.micro_batch}"
@@ -100,6 +111,10 @@ def search_in_worker(
         log.append(_died(running, code))
         follower.finished(log[-1])
     raise WorkerError("refused", f"{_MOST_WORKERS} worker processes died one after the other.", tuple(log))
+
+
+def _with_note(found: F, note: tuple[str, ...]) -> F:
+    return msgspec.structs.replace(found, warnings=(*found.warnings, *note))
 
 
 def _died(running: Started, code: int) -> Trial:

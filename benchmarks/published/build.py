@@ -45,7 +45,7 @@ def _torchvision_model(call: str) -> nn.Module:
     arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in tree.keywords}
     with _real_widths():
         model: nn.Module = getattr(torchvision.models, tree.func.attr)(**arguments)
-    return model.float()
+    return model
 
 
 @contextmanager

@@ -1,0 +1,10 @@
+"""Which micro-batch to try next. A pure function of the trials so far; the log is the whole state.
+
+Knows nothing of devices, levers or time.
+"""
+
+from autoaccum.search.guide import Forecast
+from autoaccum.search.proposing import is_closed_by_convexity, probe_ceiling, propose
+from autoaccum.search.standing import Standing, standing
+
+__all__ = ["Forecast", "Standing", "is_closed_by_convexity", "probe_ceiling", "propose", "standing"]
