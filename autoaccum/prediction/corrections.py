@@ -297,7 +297,7 @@ def _convolution_workspaces(gpu: Gpu, recorder: Recorder, optimizer: Optimizer) 
 
 @contextmanager
 def _recurrent_layers(gpu: Gpu, recorder: Recorder, optimizer: Optimizer) -> Iterator[None]:
-    """oneDNN's fused LSTM keeps what it needs where a fake tensor shows nothing; in parts it shows."""
+    """The fused LSTM of oneDNN keeps what it needs where a fake tensor shows nothing; in parts it shows."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of settings for other makers' GPUs, which the flags touch as well
         with torch.backends.mkldnn.flags(enabled=False):

@@ -11,6 +11,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, NamedTuple, final
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from autoaccum.batches.structure import cloned, tensors_in
 from autoaccum.devices.virtual import StorageTracker, dense_parts, eager_only
+from autoaccum.errors import AutoaccumError
 from autoaccum.preserve import random_states_kept
 from autoaccum.probing import MICRO_BATCHES_PER_WINDOW, WINDOWS_PER_PROBE, older_objects_set_aside
 from autoaccum.records import Phase
@@ -31,6 +33,10 @@ from autoaccum.workload import Workload, step_hooks_suspended
 
 Kind = Literal["weights", "batch", "gradients", "optimizer state", "activations", "temporaries", "workspaces"]
 KINDS: tuple[Kind, ...] = ("weights", "batch", "gradients", "optimizer state", "activations", "temporaries", "workspaces")
+
+
+class CannotCopyError(AutoaccumError):
+    """A model, batch or optimizer that `copy.deepcopy` refuses, so that there is none on fake tensors."""
 
 
 class Mark(NamedTuple):
@@ -255,20 +261,41 @@ def fake_trace(
         Nothing, but for what the user's code changes outside of model, optimizer and generators.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    held = [(parameter, parameter.grad) for parameter in workload.module.parameters()]
+    put_back = [partial(_put_back, tensor, tensor.grad, _value_of(tensor)) for tensor in workload.resident()]
     try:
         with random_states_kept(), older_objects_set_aside(), _unlogged():
-            with _deepcopies_are_fake(mode):
-                batch = copy.deepcopy(workload.source.take(rows))
-                copied = workload.copied()
-            with mode:
+            with _deepcopied_by(partial(_fake_of, mode=mode)):
+                batch, copied = _copied(workload, rows)
+            # Copying a fake tensor as a real one is copied ends the process (torch 2.13), and averages of weights do copy.
+            with mode, _deepcopied_by(_clone_of):
                 return record_windows(
                     copied, batch, rows, host_batch=host_batch, sums_in_place=sums_in_place, adjusted=adjusted
                 )
     finally:
-        for parameter, gradient in held:  # a training step that reaches for the real model leaves fake gradients there
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
+        for restore in put_back:
+            restore()
+
+
+def _copied(workload: Workload, rows: int) -> tuple[Any, Workload]:
+    batch = workload.source.take(rows)
+    try:
+        return copy.deepcopy(batch), workload.copied()
+    except Exception as error:
+        raise CannotCopyError(f"the model or batch cannot be copied: {type(error).__name__}: {error}") from error
+
+
+def _value_of(tensor: Tensor) -> Tensor | None:
+    """The value of a single number on the host: fake tensors change these for real."""
+    return tensor.detach().clone() if tensor.ndim == 0 and tensor.device.type == "cpu" else None
+
+
+def _put_back(tensor: Tensor, gradient: Tensor | None, value: Tensor | None) -> None:
+    """Undo what a training step does that reaches for the real model: fake gradients, and numbers that counted on."""
+    if tensor.is_leaf and tensor.grad is not gradient:
+        tensor.grad = gradient
+    if value is not None and not torch.equal(tensor.detach(), value):
+        with torch.no_grad():
+            tensor.copy_(value)
 
 
 def record_windows(
@@ -356,16 +383,16 @@ def _unlogged() -> Iterator[None]:
 
 
 @contextmanager
-def _deepcopies_are_fake(mode: FakeTensorMode) -> Iterator[None]:
-    """While inside, `copy.deepcopy` makes a fake tensor in host memory of every tensor it meets, wherever it is kept."""
+def _deepcopied_by(copied: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """While inside, `copy.deepcopy` copies every tensor that it meets with this function, wherever that is kept."""
 
-    def fake_copy(tensor: Tensor, memo: dict[int, Any]) -> Any:
+    def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:
-            memo[id(tensor)] = _fake_of(tensor, mode)
+            memo[id(tensor)] = copied(tensor)
         return memo[id(tensor)]
 
     kept = Tensor.__deepcopy__, nn.Parameter.__deepcopy__
-    Tensor.__deepcopy__ = nn.Parameter.__deepcopy__ = fake_copy  # type: ignore[method-assign]
+    Tensor.__deepcopy__ = nn.Parameter.__deepcopy__ = deepcopy  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -383,9 +410,22 @@ def _fake_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     return mode.from_tensor(tensor)
 
 
+def _clone_of(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        made = tensor.detach().clone()
+    return (
+        nn.Parameter(made, tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else made.requires_grad_(tensor.requires_grad)
+    )
+
+
 def is_refusal(error: BaseException) -> bool:
     """Whether fake tensors refuse what was asked of them, rather than the user's code being wrong."""
-    own = type(error).__module__ in (FakeTensorMode.__module__, "torch.fx.experimental.symbolic_shapes")
+    own = isinstance(error, CannotCopyError) or type(error).__module__ in (
+        FakeTensorMode.__module__,
+        "torch.fx.experimental.symbolic_shapes",
+    )
     return own or any(word in str(error).lower() for word in ("fake", "meta", "tensor subclass", "python dispatch"))
 
 

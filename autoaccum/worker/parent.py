@@ -62,8 +62,8 @@ def search_in_worker(
 ) -> PlanRecord | ProbeResult:
     """Search in a worker process, with a new one wherever a trial kills it.
 
-    A worker that dies outside of any trial may have died of tracing the target for a prediction, which runs the user's code
-    as well: the next one searches without.
+    A worker that dies before its first trial may have died of tracing the target for a prediction, which runs the user's
+    code as well: the next one searches without.
 
     Args:
         target: See `autoaccum.targets`.
@@ -74,12 +74,13 @@ def search_in_worker(
         WorkerError: When the search ended with an error.
     """
     log: list[Trial] = []
-    predicts = True
+    predicts = bool(request.get("predict", True))
     note: tuple[str, ...] = ()
     for _ in range(_MOST_WORKERS):
         raw = msgspec.Raw(msgspec.json.encode({**request, "predict": predicts}))
         job = Job(target=target, device=device, request=raw, log=tuple(log))
         running: Started | None = None
+        before = len(log)
         with _worker(job) as process:
             for message in _messages(process):
                 match message:
@@ -101,7 +102,7 @@ def search_in_worker(
             code = process.wait()
         if code in (130, -signal.SIGINT):
             raise KeyboardInterrupt
-        if running is None and predicts:
+        if running is None and predicts and len(log) == before:
             predicts, note = False, (f"No prediction: the worker process ended {_ending(code)} while it was made.",)
             continue
         if running is None or -code not in _DEATHS_OF_MEMORY:

@@ -43,14 +43,17 @@ def _torchvision_model(call: str) -> nn.Module:
     tree = ast.parse(call, mode="eval").body
     assert isinstance(tree, ast.Call) and isinstance(tree.func, ast.Attribute), call
     arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in tree.keywords}
-    with _real_widths():
+    with _shapes_only():
         model: nn.Module = getattr(torchvision.models, tree.func.attr)(**arguments)
     return model
 
 
 @contextmanager
-def _real_widths() -> Iterator[None]:
-    """While active, RegNet computes its widths with real tensors, whatever mode its weights are made under."""
+def _shapes_only() -> Iterator[None]:
+    """While active, models can be built of tensors without values.
+
+    RegNet computes its widths with real tensors; ConvNeXt does not draw its weights again and again until they are in bounds.
+    """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torchvision.models.regnet import BlockParams
 
@@ -60,7 +63,10 @@ def _real_widths() -> Iterator[None]:
         with unset_fake_temporarily(), torch.device("cpu"):
             return computed(**keywords)
 
-    with mock.patch.object(BlockParams, "from_init_params", with_values):
+    with (
+        mock.patch.object(BlockParams, "from_init_params", with_values),
+        mock.patch.object(nn.init, "trunc_normal_", lambda tensor, *arguments, **keywords: tensor),
+    ):
         yield
 
 

@@ -34,6 +34,7 @@ class Case:
         ground_peak_bytes: What the device held at most, less what it held before training (so without the CUDA context).
         out_of_memory: The run died; `ground_peak_bytes` is then only a lower bound.
         one_shape: All batches have one shape. False for small batches of text, whose lengths are not known.
+        source_path: The result file in the source repository.
         baselines: Bytes that published tools predicted, by tool; None where a tool does not support the case.
     """
 
@@ -49,6 +50,7 @@ class Case:
     out_of_memory: bool
     one_shape: bool
     repeat_group: str
+    source_path: str
     baselines: dict[str, int | None]
 
 
@@ -69,6 +71,7 @@ def read_cases(path: Path = PEAKS) -> Iterator[Case]:
                 out_of_memory=row["real_oom"] == "true",
                 one_shape=row["input_shape_constant"] == "yes",
                 repeat_group=row["repeat_group"],
+                source_path=row["source_path"],
                 baselines={tool: _bytes(row[f"{tool}_estimate_bytes"]) for tool in ("xmem", "dnnmem", "llmem", "schedtune")},
             )
 

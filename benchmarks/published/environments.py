@@ -1,4 +1,4 @@
-"""Makes the two Python environments in which published runs are rebuilt: the models' code differs between versions.
+"""Makes the Python environments in which published runs are rebuilt: the models' code differs between versions.
 
     python benchmarks/published/environments.py FOLDER
 
@@ -8,10 +8,12 @@ An environment that is there already, with the same pins, is used again. Knows n
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import tomllib
 import venv
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,27 +22,33 @@ PINS = {
     # transformers as in the published runs: later ones copy other tensors in the loss, and mask attention otherwise.
     "transformer": ("torch==2.13.0", "transformers==4.51.3"),
     "cnn": ("torch==2.14.1", "torchvision==0.29.1"),
+    "kitsune": ("torch==2.14.1", "torchvision==0.29.1", "transformers==4.51.3", "torch-kitsune==0.4.0"),
 }
-"""What each family of models is rebuilt with. The published runs had torch 2.6.0 and torchvision 0.21.0."""
+"""What each family of models is rebuilt with, and what a tool is asked in that predicts both.
+
+The published runs had torch 2.6.0 and torchvision 0.21.0.
+"""
+
+REPORTED = ("torch", "torchvision", "transformers", "torch-kitsune")
 
 
-def environment(family: str, folder: Path) -> Path:
-    """The interpreter of a family's environment, which is made in `folder` unless it is there.
+def environment(name: str, folder: Path) -> Path:
+    """The interpreter of an environment, which is made in `folder` unless it is there.
 
     Args:
-        family: A key of `PINS`.
-        folder: Where environments are kept; 1 GB for "transformer" with a CPU build of torch, up to 6 GB for "cnn".
+        name: A key of `PINS`.
+        folder: Where environments are kept; each takes 1 GB with a CPU build of torch, up to 6 GB with another.
 
     Raises:
         subprocess.CalledProcessError: When pip cannot install the pinned versions.
     """
-    home = folder / family
+    home = folder / name
     python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    wanted = "\n".join((*PINS[family], *light_dependencies()))
+    wanted = "\n".join((*PINS[name], *light_dependencies()))
     made = home / "pins.txt"
     if not made.exists() or made.read_text() != wanted:
         venv.create(home, with_pip=True, clear=True)
-        for step in (PINS[family][:1], PINS[family][1:], light_dependencies()):  # torch first, so that nothing else picks it
+        for step in (PINS[name][:1], PINS[name][1:], light_dependencies()):  # torch first, so that nothing else picks it
             subprocess.run([python, "-m", "pip", "install", "--quiet", *step], check=True)
         made.write_text(wanted)
     return python
@@ -51,6 +59,17 @@ def light_dependencies() -> tuple[str, ...]:
     with (ROOT / "pyproject.toml").open("rb") as file:
         needed = tomllib.load(file)["project"]["dependencies"]
     return tuple(requirement for requirement in needed if not requirement.startswith("torch"))
+
+
+def versions() -> dict[str, str]:
+    """What the running interpreter rebuilds with."""
+    found = {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
+    for name in REPORTED:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def variables() -> dict[str, str]:

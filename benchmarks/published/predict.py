@@ -10,17 +10,16 @@ of the published peaks.
 from __future__ import annotations
 
 import json
-import platform
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import build
 import torch
 from cases import Case, read_cases
+from environments import versions
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -29,30 +28,17 @@ from autoaccum.prediction.corrections import as_on
 from autoaccum.prediction.gpus import gpu_for
 from autoaccum.prediction.trace import Recorder, Trace
 
-PACKAGES = ("torch", "torchvision", "transformers")
-
 
 def main() -> None:
     """Print the versions, then a line for each run of the family; exact repeats are traced once."""
     family, part = sys.argv[1], "".join(sys.argv[2:])
-    print(json.dumps({"environment": environment()}), flush=True)
+    print(json.dumps({"environment": versions()}), flush=True)
     known: dict[str, dict[str, Any]] = {}
     for case in read_cases():
         if case.family == family and part in case.id:
             if case.repeat_group not in known:
                 known[case.repeat_group] = predicted(case)
             print(json.dumps({"id": case.id, **known[case.repeat_group]}), flush=True)
-
-
-def environment() -> dict[str, str]:
-    """What the models' code depends on."""
-    found = {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def predicted(case: Case) -> dict[str, Any]:

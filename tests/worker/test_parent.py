@@ -48,6 +48,23 @@ def killed_above_three():
     return Net(lambda rows, times: rows > 3 and die(signal.SIGKILL)), torch.randn(4, 8)
 
 
+class Traced(nn.Module):
+    """Ends the process when it is traced on fake tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        if type(x) is not torch.Tensor:
+            die(signal.SIGSEGV)
+        return self.linear(x).square().mean()
+
+
+def crashing_when_traced():
+    return Traced(), torch.randn(4, 8)
+
+
 def crashing_above_one():
     return Net(lambda rows, times: rows > 1 and die(signal.SIGSEGV)), torch.randn(4, 8)
 
@@ -137,7 +154,7 @@ def search(function: str, follower: Recorder | None = None, **request: object) -
 def test_search_goes_on_after_deaths() -> None:
     """When a trial kills the worker, the search goes on from the log and finds the exact size below."""
     follower = Recorder()
-    result = search("killed_above_three", follower, max_micro_batch=5)
+    result = search("killed_above_three", follower, max_micro_batch=5, predict=False)
     assert isinstance(result, ProbeResult)
     assert (result.max_micro_batch, result.limited_by, result.evidence) == (3, "memory", "exact")
     assert [(t.candidate.micro_batch, isinstance(t.outcome, Fit)) for t in result.trials] == [
@@ -155,6 +172,14 @@ def test_search_goes_on_after_deaths() -> None:
         *("started 4 probe", "finished 4 OutOfMemory"),
         *("bounded 5", "started 3 probe", "finished 3 Fit"),
     ]
+
+
+def test_search_goes_on_without_a_prediction_where_tracing_ends_the_worker() -> None:
+    """A worker that dies while its target is traced is followed by one that searches without, and the result says so."""
+    result = search("crashing_when_traced", max_micro_batch=5)
+    assert isinstance(result, ProbeResult)
+    assert (result.max_micro_batch, result.limited_by) == (5, "caller")
+    assert any("SIGSEGV" in text and "No prediction" in text for text in result.warnings)
 
 
 def test_segmentation_fault_is_a_trial_of_the_plan() -> None:
@@ -326,7 +351,7 @@ def test_a_caller_that_gives_up_leaves_no_worker() -> None:
 
     follower = Impatient()
     with pytest.raises(TimeoutError, match="too long"):
-        search("sleepy", follower)
+        search("sleepy", follower, max_micro_batch=2)  # so few sizes are not predicted: tracing would sleep as well
     assert [w.pid for w in follower.workers] != []
     assert not any(psutil.pid_exists(w.pid) for w in follower.workers)
 
