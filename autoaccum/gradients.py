@@ -307,7 +307,7 @@ def refuse_none(accumulation: Accumulation) -> None:
                 "Some parameters have a hook that runs after their gradient is accumulated: an optimizer in the backward "
                 "pass steps for every micro-batch, and cannot be accumulated over."
                 if hooked
-                else "Does the loss depend on the model that was passed in, and an optimizer factory on the parameters it is given?"
+                else "Does the loss depend on the model that was passed in, and an optimizer factory on its argument?"
             )
         )
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from autoaccum.records import CheckResult, Environment, Fit, Levers, MemoryAccount, PlanRecord, Prediction, ProbeResult
+from autoaccum.records import (
+    CheckResult,
+    Environment,
+    Fit,
+    Levers,
+    MemoryAccount,
+    Outlook,
+    PlanRecord,
+    Prediction,
+    ProbeResult,
+)
 from autoaccum.report.tables import TABLE_HEADER, table_rows
 from autoaccum.units import format_bytes, format_seconds
 
@@ -48,7 +58,8 @@ def plan_lines(plan: PlanRecord) -> list[tuple[str, str]]:
         rate = f"{plan.samples_per_s:.4g} samples/s" if plan.samples_per_s else "-"
         lines.append(("Speed", f"{format_seconds(plan.step_time_s)} per optimizer step, {rate}"))
     lines.append(("Levers", _levers_in_words(plan.levers)))
-    return lines + _environment_lines(plan.environment)
+    lines += _environment_lines(plan.environment)
+    return lines + _outlook_lines(() if plan.prediction is None else plan.prediction.outlooks)
 
 
 def _plan_memory_in_words(plan: PlanRecord) -> str:
@@ -64,14 +75,19 @@ def _plan_memory_in_words(plan: PlanRecord) -> str:
 
 def _prediction_lines(found: Prediction) -> list[tuple[str, str]]:
     parts = ", ".join(f"{kind} {format_bytes(held)}" for kind, held in found.parts)
-    lines = [
+    return [
         ("Of that", parts),
         ("Work", f"{found.flops_per_step / 1e12:.4g} TFLOP per optimizer step and rank"),
         ("Not modelled", "; ".join(found.not_modelled)),
     ]
-    for row in found.outlooks:
-        fits = f"{row.accumulation_steps} x {row.micro_batch}" if row.fits else "does not fit"
-        lines.append((row.gpu, f"{fits}, {format_bytes(row.peak_bytes)} of {format_bytes(row.total_bytes)}"))
+
+
+def _outlook_lines(outlooks: Sequence[Outlook]) -> list[tuple[str, str]]:
+    lines = []
+    for row in outlooks:
+        fits = f"{row.accumulation_steps} micro-batches of at most {row.micro_batch}" if row.fits else "does not fit"
+        peak = f"{format_bytes(row.peak_bytes)} of {format_bytes(row.total_bytes)}"
+        lines.append((row.gpu, f"{fits}, {peak}, levers: {_levers_in_words(row.levers)}"))
     return lines
 
 
