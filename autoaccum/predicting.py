@@ -94,9 +94,12 @@ class Foresight:
             return growth_of(
                 lambda rows: fake_trace(self._workload, rows, host_batch=False, sums_in_place=True, adjusted=adjusted),
                 self._multiple_of,
+                checked=True,
             )
-        except NotAffineError:
-            raise
+        except NotAffineError as error:
+            raise InvalidRequestError(
+                f"this training step cannot be predicted: {error}. autotune, on the device itself, searches without."
+            ) from None
         except Exception as error:
             if self._workload.device.type != "cpu" and not is_refusal(error):
                 raise
@@ -134,6 +137,7 @@ class Foresight:
 
     def _not_modelled(self) -> tuple[str, ...]:
         found = [
+            "batches of other shapes than the sample's, such as texts of other lengths",
             "temporaries inside kernels (attention's backward, reductions)",
             "other processes and the desktop on the GPU",
         ]
@@ -362,7 +366,7 @@ class Predictor:
 
 
 def interval_frac(module: nn.Module) -> float:
-    """How far the truth may lie from a prediction on a GPU, as a fraction (benchmarks/accuracy.py)."""
+    """How far the truth may lie from a prediction on a GPU, as a fraction (benchmarks/accuracy_gpu.py)."""
     return 0.10 if any(isinstance(layer, nn.modules.conv._ConvNd) for layer in module.modules()) else 0.03
 
 

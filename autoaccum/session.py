@@ -21,7 +21,7 @@ from autoaccum.choose import Schedule, evidence, limited_by, remarks, schedule_f
 from autoaccum.devices import device_for
 from autoaccum.devices.base import Steadiness
 from autoaccum.errors import AutoaccumError, InvalidRequestError, NothingFitsError
-from autoaccum.prediction.forecast import Forecast, traced
+from autoaccum.prediction.forecast import Forecast, take_first_step, traced
 from autoaccum.preserve import Snapshot, preserved
 from autoaccum.probing import (
     MICRO_BATCHES_PER_WINDOW,
@@ -230,6 +230,8 @@ class Search:
         )
         self._latest["forecast"] = found.note
         if found.growth is not None:
+            if self.device.is_host:
+                take_first_step()
             gc.collect()
             self.device.release()  # what earlier work left in a cache is used again, and would be counted twice
             is_cut = self.device.is_host and self.workload.source.cuts_views

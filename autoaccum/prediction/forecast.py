@@ -16,11 +16,13 @@ import torch
 
 from autoaccum.devices.base import AbstractDevice
 from autoaccum.prediction.allocator import AllocatorSettings, replay
-from autoaccum.prediction.corrections import as_on
+from autoaccum.prediction.apart import ProcessDiedError, apart, can_run_apart
+from autoaccum.prediction.corrections import Adjusted, as_on, on_host
 from autoaccum.prediction.gpus import Gpu
 from autoaccum.prediction.growth import Growth, NotAffineError, growth_of
 from autoaccum.prediction.trace import Trace, fake_trace, is_refusal, record_windows
-from autoaccum.preserve import Snapshot
+from autoaccum.preserve import Snapshot, random_states_kept
+from autoaccum.window import training_modes
 from autoaccum.workload import Workload
 
 _BLOCK_BYTES = 512  # kMinBlockSize in c10/core/AllocatorConfig.h: every request is rounded up to it
@@ -120,28 +122,60 @@ def traced(
     Leaves behind:
         Nothing.
     """
-    try:
-        return Traced(growth_of(partial(_fake, workload, device), multiple_of))
-    except Exception as error:  # noqa: BLE001 - fake tensors refuse in many ways, and real trials raise what is the user's
-        refusal, is_users = reason_of(error), not (is_refusal(error) or isinstance(error, NotAffineError))
-    if snapshot is None or workload.device.type != "cpu" or is_users:
-        return Traced(None, f"No prediction: the training step does not run on fake tensors ({refusal}).")
+    found = _on_fake_tensors(workload, device, multiple_of)
+    if isinstance(found, Growth):
+        return Traced(found)
+    if snapshot is None or workload.device.type != "cpu" or not found.can_be_real:
+        return Traced(None, f"No prediction: {found.reason}; sizes were searched by doubling and bisection.")
     try:
         growth = growth_of(partial(_real, workload, device, snapshot, budget_bytes), multiple_of)
     except Exception as error:  # noqa: BLE001 - as above
-        return Traced(
-            None,
-            f"No prediction: the training step does not run on fake tensors ({refusal}), nor could two small sizes be "
-            f"traced ({reason_of(error)}); sizes were searched by doubling and bisection.",
+        text = (
+            f"No prediction: {found.reason}, nor could small sizes be traced ({reason_of(error)}); sizes were searched by "
         )
-    text = f"The training step does not run on fake tensors ({refusal}); it was traced on real ones at two small sizes."
-    return Traced(growth, text)
+        return Traced(None, text + "doubling and bisection.")
+    return Traced(growth, f"Predictions rest on real passes at small sizes, since {found.reason}.")
+
+
+class _Refusal(NamedTuple):
+    """Why fake tensors tell nothing. `can_be_real`: real ones may."""
+
+    reason: str
+    can_be_real: bool
+
+
+def _on_fake_tensors(workload: Workload, device: AbstractDevice, multiple_of: int) -> Growth | _Refusal:
+    attempt = partial(_attempted, partial(_fake, workload, device), multiple_of)
+    if not (device.is_host and can_run_apart()):  # where host memory counts, what fake tensors load may not stay
+        return attempt()
+    try:
+        return apart(attempt)
+    except ProcessDiedError as error:
+        return _Refusal(f"the training step does not run on fake tensors ({error})", True)
+
+
+def _attempted(trace_at: Callable[[int], Trace], multiple_of: int) -> Growth | _Refusal:
+    try:
+        return growth_of(trace_at, multiple_of)
+    except NotAffineError as error:
+        return _Refusal(str(error), False)
+    except Exception as error:  # noqa: BLE001 - fake tensors refuse in many ways, and real trials raise what is the user's
+        return _Refusal(f"the training step does not run on fake tensors ({reason_of(error)})", is_refusal(error))
 
 
 def _fake(workload: Workload, device: AbstractDevice, rows: int) -> Trace:
-    adjusted = as_on(gpu_of(device.torch_device)) if device.unit == "segments" else None
     in_place = device.unit != "storages"
-    return fake_trace(workload, rows, host_batch=device.is_host, sums_in_place=in_place, adjusted=adjusted)
+    return fake_trace(workload, rows, host_batch=device.is_host, sums_in_place=in_place, adjusted=_adjusted(device))
+
+
+def _adjusted(device: AbstractDevice) -> Adjusted | None:
+    match device.unit:
+        case "segments":
+            return as_on(gpu_of(device.torch_device))
+        case "pages":
+            return on_host
+        case _:
+            return None  # a virtual device counts what fake tensors show
 
 
 def gpu_of(device: torch.device) -> Gpu:
@@ -171,6 +205,15 @@ def _real(workload: Workload, device: AbstractDevice, snapshot: Snapshot, budget
             )
     finally:
         snapshot.restore()
+
+
+def take_first_step() -> None:
+    """Train a small layer, so that what torch loads for the first training step of a process is there."""
+    with random_states_kept(), training_modes():
+        layer = torch.nn.Linear(256, 256)
+        optimizer = torch.optim.AdamW(layer.parameters())
+        layer(torch.zeros(256, 256)).mean().backward()
+        optimizer.step()
 
 
 def reason_of(error: BaseException) -> str:

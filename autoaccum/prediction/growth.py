@@ -18,7 +18,9 @@ from autoaccum.errors import AutoaccumError
 from autoaccum.prediction.trace import KINDS, Kind, Mark, Trace
 from autoaccum.records import Phase
 
-_FIRST_SIZES = (2, 3)  # one row is special in many kernels; the smaller the sizes, the faster real tensors are traced
+# Even sizes: half of the rows (pairs, mixup, two views) are then whole. One row is special in many kernels, and the smaller
+# the sizes the faster real tensors are traced. All four are equally far apart, as differences need it; the last is odd.
+_FIRST_SIZES, _MORE_SIZES, _CHECKED_SIZE = (2, 4), (6, 8), 7
 
 
 class NotAffineError(AutoaccumError):
@@ -57,6 +59,11 @@ class Growth:
             factor *= (step - order) / (order + 1)
         sizes: np.ndarray[tuple[int], np.dtype[np.int64]] = np.maximum(np.rint(total), 0).astype(np.int64)
         return sizes
+
+    def row_bytes(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """What one row more adds to each block at the traced sizes."""
+        slopes: np.ndarray[tuple[int], np.dtype[np.float64]] = np.abs(self._differences[1]) / self._spacing
+        return slopes
 
     def live(self, rows: int, rounded: Rounding) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Bytes held after each event, every block rounded as the memory's owner rounds it."""
@@ -117,12 +124,13 @@ class Growth:
 Rounding = Callable[[np.ndarray[tuple[int], np.dtype[np.int64]]], np.ndarray[tuple[int], np.dtype[np.int64]]]
 
 
-def growth_of(trace_at: Callable[[int], Trace], multiple_of: int = 1) -> Growth:
+def growth_of(trace_at: Callable[[int], Trace], multiple_of: int = 1, *, checked: bool = False) -> Growth:
     """Trace as few sizes as tell all others.
 
     Args:
         trace_at: Gives the trace of a number of rows.
         multiple_of: Only multiples of this many rows are traced.
+        checked: Trace one more size, which has to be as the others say. For predictions that no measurement follows.
 
     Raises:
         NotAffineError: With what is not.
@@ -135,21 +143,30 @@ def growth_of(trace_at: Callable[[int], Trace], multiple_of: int = 1) -> Growth:
         864
     """
     known = [trace_at(steps * multiple_of) for steps in _FIRST_SIZES]
-    if _same_events(known) and _has_constant_parts(*known):
+    check = trace_at(_CHECKED_SIZE * multiple_of) if checked else None
+    if _same_events(known) and _has_constant_parts(*known) and (check is None or _agrees(Growth(known), check)):
         return Growth(known)
-    known += [trace_at(steps * multiple_of) for steps in (4, 5)]
+    known += [trace_at(steps * multiple_of) for steps in _MORE_SIZES]
     if _same_events(known):
         for traces in (known[:2], known[:3]):
             growth = Growth(traces)
-            if all(np.array_equal(growth.sizes(trace.rows), trace.sizes) for trace in known):
+            if all(_agrees(growth, trace) for trace in (*known, *([check] if check is not None else []))):
                 return growth
-        raise NotAffineError("a tensor's size is no polynomial of the number of rows")
-    if _same_events(known[2:]) and _has_constant_parts(*known[2:]):
+        raise NotAffineError("the size of a tensor is no polynomial of the number of rows")
+    if _same_events(known[2:]) and _has_constant_parts(*known[2:]) and (check is None or _agrees(Growth(known[2:]), check)):
         return Growth(known[2:])  # branches that only the smallest sizes take
     counts = ", ".join(str(len(trace.events)) for trace in known)
     raise NotAffineError(
         f"what is allocated depends on the number of rows: {counts} events at {', '.join(str(t.rows) for t in known)} rows"
     )
+
+
+def _agrees(growth: Growth, trace: Trace) -> bool:
+    """Whether a trace is as the others say, but for half a row where a tensor holds half of the rows."""
+    if growth.events != trace.events:
+        return False
+    error = np.abs(growth.sizes(trace.rows) - np.array(trace.sizes, dtype=np.int64))
+    return bool((error <= growth.row_bytes()).all())
 
 
 def _same_events(traces: Sequence[Trace]) -> bool:
@@ -161,8 +178,6 @@ def _has_constant_parts(first: Trace, second: Trace) -> bool:
 
     Such a line is possible (a size of rows - 1), so that only calls for more traces.
     """
-    spacing = second.rows - first.rows
-    return (
-        all(a * second.rows >= b * first.rows and b >= a for a, b in zip(first.sizes, second.sizes, strict=True) if a != b)
-        or spacing <= 0
+    return all(
+        a * second.rows >= b * first.rows and b >= a for a, b in zip(first.sizes, second.sizes, strict=True) if a != b
     )

@@ -12,11 +12,10 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal, NamedTuple, final
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,6 +30,10 @@ from autoaccum.records import Phase
 from autoaccum.window import Progress, run_window
 from autoaccum.workload import Workload, step_hooks_suspended
 
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+_FAKE_TENSORS = "torch._subclasses.fake_tensor"
 Kind = Literal["weights", "batch", "gradients", "optimizer state", "activations", "temporaries", "workspaces"]
 KINDS: tuple[Kind, ...] = ("weights", "batch", "gradients", "optimizer state", "activations", "temporaries", "workspaces")
 
@@ -260,6 +263,8 @@ def fake_trace(
     Leaves behind:
         Nothing, but for what the user's code changes outside of model, optimizer and generators.
     """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # loads some 80 MiB of modules
+
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     put_back = [partial(_put_back, tensor, tensor.grad, _value_of(tensor)) for tensor in workload.resident()]
     try:
@@ -373,7 +378,7 @@ def _state_of(optimizer: Optimizer) -> list[Tensor]:
 @contextmanager
 def _unlogged() -> Iterator[None]:
     """Fake tensors log every operation that they refuse; here that is no error, and the reason is told elsewhere."""
-    logger = logging.getLogger(FakeTensorMode.__module__)
+    logger = logging.getLogger(_FAKE_TENSORS)
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
     try:
@@ -422,10 +427,8 @@ def _clone_of(tensor: Tensor) -> Tensor:
 
 def is_refusal(error: BaseException) -> bool:
     """Whether fake tensors refuse what was asked of them, rather than the user's code being wrong."""
-    own = isinstance(error, CannotCopyError) or type(error).__module__ in (
-        FakeTensorMode.__module__,
-        "torch.fx.experimental.symbolic_shapes",
-    )
+    own = isinstance(error, CannotCopyError)
+    own = own or type(error).__module__ in (_FAKE_TENSORS, "torch.fx.experimental.symbolic_shapes")
     return own or any(word in str(error).lower() for word in ("fake", "meta", "tensor subclass", "python dispatch"))
 
 

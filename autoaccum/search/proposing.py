@@ -11,6 +11,7 @@ from autoaccum.search.guided import FORECAST_PROBES, guided
 from autoaccum.search.plain import CAUTION_PROBES, Gap, most_probes, plain, predicted_limit
 from autoaccum.search.standing import peaks_of, standing
 
+_ROUNDING_BYTES = 2**16  # blocks are rounded, which tiny peaks show
 _CONVEXITY_FRAC = 0.01  # of the budget: resident memory and allocator reserves are not exactly convex
 
 
@@ -71,7 +72,7 @@ def is_closed_by_convexity(trials: Sequence[Trial], ladder: Sequence[int], budge
     def excess(other: int) -> float:
         lengths = ahead / (best - other)
         line = peaks[best] + (peaks[best] - peaks[other]) * lengths
-        return line - budget_bytes * (1 + _CONVEXITY_FRAC * max(1, lengths))
+        return line - budget_bytes - (_CONVEXITY_FRAC * budget_bytes + _ROUNDING_BYTES) * max(1, lengths)
 
     return best in peaks and any(excess(other) > 0 for other in peaks if other < best)
 

@@ -1,0 +1,65 @@
+"""Runs a function in a process of its own, a copy of this one, and gives back what it returns.
+
+For tracing where host memory is what is measured: what fake tensors load, and what the user's code changes or breaks, stays
+there. Knows nothing of traces.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+from autoaccum.errors import AutoaccumError
+
+T = TypeVar("T")
+
+_PATIENCE_S = 600.0  # longer than any trace; a copy of a process with threads can wait for a lock that nobody will open
+
+
+class ProcessDiedError(AutoaccumError):
+    """The process ended, or went silent, without an answer."""
+
+
+def can_run_apart() -> bool:
+    """Whether this process can be copied. A process that multiprocessing started as a daemon may have no children."""
+    return sys.platform == "linux" and not multiprocessing.current_process().daemon
+
+
+def apart(run: Callable[[], T]) -> T:
+    """What `run` returns, which has to be picklable, from a process of its own.
+
+    Raises:
+        ProcessDiedError: When it ended without an answer.
+
+    Example:
+        >>> apart(lambda: 6 * 7)
+        42
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(run, sender))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on forking with threads: the patience is for that
+        process.start()
+    sender.close()
+    try:
+        if receiver.poll(_PATIENCE_S):
+            answer: T = receiver.recv()
+            return answer
+    except EOFError:
+        pass
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+    raise ProcessDiedError(f"the process that did it ended without an answer (exit code {process.exitcode})")
+
+
+def _work(run: Callable[[], object], sender: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process
+    sender.send(run())
