@@ -223,11 +223,14 @@ class Accumulation:
     def _is_low(self, parameter: Tensor) -> bool:
         return any(parameter is low for low in self._low)
 
-    def narrow(self) -> bool:
+    def narrow(self, *, looks: bool = True) -> bool:
         """Give every parameter its gradient in its own precision, which is what optimizers take.
 
+        Args:
+            looks: Read from the device whether a sum is beyond float16.
+
         Returns:
-            False where a finite sum is beyond float16. Reads from the device only there.
+            False where a finite sum is beyond float16, as far as was looked.
         """
         finite = True
         for index, parameter in enumerate(self._low):
@@ -237,7 +240,8 @@ class Accumulation:
                 parameter.grad_dtype = self._own_dtypes[index]
             if gradient is not None:
                 parameter.grad = gradient.to(parameter.dtype)
-                finite = finite and (parameter.dtype != torch.float16 or bool(torch.isfinite(_values(parameter.grad)).all()))
+                in_doubt = looks and parameter.dtype == torch.float16
+                finite = finite and (not in_doubt or bool(torch.isfinite(_values(parameter.grad)).all()))
         self._low = []
         return finite
 

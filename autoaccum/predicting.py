@@ -188,8 +188,10 @@ class Predictor:
 
     def _sizes(self) -> Sequence[int]:
         multiple_of = self.request.multiple_of
-        if self.request.equal_micro_batches:
-            return range(multiple_of, self.top + 1, multiple_of) or (self.top,)
+        if self.request.equal_micro_batches:  # only what divides the share can be used
+            allowed_sizes = range(multiple_of, self.top + 1, multiple_of)
+            divisors = [size for size in allowed_sizes if self.share % size == 0]
+            return divisors if self.top < self.share or self.share in divisors else [*divisors, self.share]
         allowed = self.top // multiple_of * multiple_of
         return sorted({*ladder(self.share, self.top, multiple_of), allowed or self.top})
 
@@ -388,6 +390,8 @@ def predict_workload(
         raise InvalidRequestError("no GPU was named; expected a name, a size, or all.")
     draw = None if picture is None else drawing_to(picture)
     predictor = Predictor(workload, request, whole_number(world_size, "world_size", "the ranks that train together"))
+    for gpu in gpus:
+        predictor.limit_bytes(gpu)  # a budget that cannot be is refused before anything is traced
     outlooks = [predictor.outlook(gpu) for gpu in gpus] if len(gpus) > 1 else []
     chosen = next((gpu for gpu, row in zip(gpus, outlooks, strict=False) if row.fits), gpus[-1])
     plan = predictor.plan(chosen, outlooks)

@@ -139,7 +139,7 @@ def run_window(
         mean_loss = accumulate(micro_batches, scales, loss=loss, place=place, accumulation=accumulation, progress=progress)
         progress.phase = "optimizer"
         refuse_none(accumulation)
-        accumulation.narrow()
+        accumulation.narrow(looks=False)
         with training_modes():
             optimizer.step()
     finally:

@@ -24,6 +24,8 @@ from autoaccum.search import is_closed_by_convexity, probe_ceiling, propose, sta
 BUDGET = 10**9
 Ladder = Sequence[int]
 
+MIB = 2**20
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -403,10 +405,10 @@ def test_a_forecast_is_not_called_often() -> None:
 def test_the_line_through_two_fits_closes_the_search(peaks: dict[int, int], expected: bool) -> None:
     """The next size cannot fit when the line through two fits is above the budget by more than a little."""
     log = [
-        Trial(candidate=Candidate(micro_batch=size), outcome=Fit(peak_bytes=peak), wall_s=0.1, rows_per_step=size)
+        Trial(candidate=Candidate(micro_batch=size), outcome=Fit(peak_bytes=peak * MIB), wall_s=0.1, rows_per_step=size)
         for size, peak in peaks.items()
     ]
-    assert is_closed_by_convexity(log, [8, 16, 18, 32], 1000) == expected
+    assert is_closed_by_convexity(log, [8, 16, 18, 32], 1000 * MIB) == expected
 
 
 def test_a_failure_of_the_next_size_needs_no_line() -> None:

@@ -29,9 +29,23 @@ def take_rows(batch: Any, layout: Layout, count: int, order: Sequence[int] | Non
             return cloned(leaf)
         if isinstance(leaf, np.ndarray):
             return np.take(leaf, indices.numpy(), axis=int(how))
-        return leaf.detach().index_select(int(how), indices.to(leaf.device)).requires_grad_(leaf.requires_grad)
+        taken = leaf.detach().index_select(int(how), indices.to(leaf.device))
+        return _in_format_of(leaf, taken).requires_grad_(leaf.requires_grad)
 
     return mapped(batch, layout.cuts, (), cut)
+
+
+def _format_of(tensor: torch.Tensor) -> torch.memory_format | None:
+    """The channels-last format that a tensor is in, which convolutions compute in; None for any other order."""
+    for ndim, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if tensor.ndim == ndim and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=layout):
+            return layout
+    return None
+
+
+def _in_format_of(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    layout = _format_of(like)
+    return tensor if layout is None else tensor.contiguous(memory_format=layout)
 
 
 def narrow_rows(batch: Any, layout: Layout, start: int, count: int) -> Any:
@@ -44,7 +58,8 @@ def narrow_rows(batch: Any, layout: Layout, start: int, count: int) -> Any:
             return same_sequence(leaf, list(leaf[start : start + count]))
         if isinstance(leaf, np.ndarray):
             return np.take(leaf, np.arange(start, start + count), axis=int(how))
-        return leaf.narrow(int(how), start, count).contiguous()
+        part = leaf.narrow(int(how), start, count)
+        return part if _format_of(part) is not None else part.contiguous()
 
     return mapped(batch, layout.cuts, (), cut)
 

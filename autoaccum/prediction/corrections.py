@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from autoaccum.prediction.gpus import Gpu
@@ -88,12 +89,12 @@ def _attention(gpu: Gpu, recorder: Recorder, optimizer: Optimizer) -> AbstractCo
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if enable_gqa and key.shape[-3] != query.shape[-3]:
-            times = query.shape[-3] // key.shape[-3]
-            key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
         able = _able_kernels(query, key, value, attn_mask)
         recorder.notes.add(able)
         kernel = _first_able(gpu, able)
+        if enable_gqa and key.shape[-3] != query.shape[-3] and kernel not in _GROUPED:
+            times = query.shape[-3] // key.shape[-3]
+            key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
         needs_gradient = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
         return _ATTENTION[kernel](query, key, value, attn_mask, dropout_p, is_causal, scale, needs_gradient)
 
@@ -109,7 +110,13 @@ def kernel_choices(seen: Iterable[frozenset[str]], gpu: Gpu) -> tuple[str, ...]:
     return (*on_tensor_cores, *(_first_able(gpu, able) for able in sorted(seen, key=sorted)))
 
 
+_GROUPED = ("flash", "cudnn")  # take fewer keys than queries as they are
+_BFLOAT16 = "in bfloat16"
+
+
 def _first_able(gpu: Gpu, able: frozenset[str]) -> str:
+    if _BFLOAT16 in able and gpu.vendor == "NVIDIA" and gpu.compute_capability < (8, 0):
+        return "math"  # no other kernel has it there
     return next((kernel for kernel in gpu.attention_order if kernel in able), "math")
 
 
@@ -127,10 +134,14 @@ def _able_kernels(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     takes = {
         "flash": half and four and mask is None and wide <= 256,
         "cudnn": half and four and wide <= 128 and wide % 8 == 0,
-        "efficient": four and query.dtype != torch.float64 and not (mask is not None and mask.requires_grad),
+        "efficient": four
+        and query.dtype != torch.float64
+        and not (mask is not None and mask.requires_grad)
+        and not any(part.shape[-1] % (8 if half else 4) for part in (query, value)),
         "math": True,
     }
-    return frozenset(kernel for kernel, can in takes.items() if can and switched_on[kernel])
+    able = {kernel for kernel, can in takes.items() if can and switched_on[kernel]}
+    return frozenset(able | ({_BFLOAT16} if query.dtype == torch.bfloat16 else set()))
 
 
 def _flash(
@@ -211,6 +222,24 @@ def _in_float32(name: str) -> Callable[..., Any]:
             return operation(*tree_map(widened, args), **tree_map(widened, kwargs))
 
     return run
+
+
+class _HereInsteadOf(TorchFunctionMode):
+    """Whatever is sent to a GPU stays in host memory. Not active where checkpoints run again; there it is refused."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.cuda or func is Tensor.pin_memory:
+            return args[0]
+        return func(*tree_map(_here, args), **tree_map(_here, kwargs or {}))
+
+
+def _here(leaf: Any) -> Any:
+    is_gpu = isinstance(leaf, (str, torch.device)) and str(leaf).split(":")[0] == "cuda"
+    return torch.device("cpu") if is_gpu else leaf
+
+
+def _devices(gpu: Gpu, recorder: Recorder, optimizer: Optimizer) -> AbstractContextManager[Any]:
+    return _HereInsteadOf()
 
 
 @contextmanager
@@ -373,6 +402,13 @@ CORRECTIONS = (
         "it is on",
         "torch/amp/autocast_mode.py",
         _autocast_regions,
+    ),
+    Correction(
+        "devices",
+        'batch.to("cuda") in a training step fails',
+        "it moves the batch",
+        "torch.overrides.TorchFunctionMode",
+        _devices,
     ),
     Correction(
         "optimizer implementation",
