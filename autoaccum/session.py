@@ -44,7 +44,7 @@ from autoaccum.records import (
     Trial,
 )
 from autoaccum.schedule import check_target, ladder, shares, smallest, whole_number
-from autoaccum.search import Standing, is_closed_by_convexity, propose, standing
+from autoaccum.search import NOISE_FRAC, Standing, is_closed_by_convexity, propose, standing
 from autoaccum.units import format_bytes
 from autoaccum.workload import Workload
 
@@ -206,6 +206,7 @@ class Search:
                 tolerance_frac=tolerance_frac,
                 forecast=self._forecast,
                 trust=trust,
+                noise_frac=self._noise_frac(),
             )
             size = self.ranks.gather(size)[0]  # forecasts of ranks differ with their data; all run what the first one says
             if size is None or self._is_hopeless():
@@ -241,6 +242,9 @@ class Search:
                 held_bytes=self.device.held_bytes(self.workload.resident()),
                 whole_batch=self.share if is_cut else None,
             )
+
+    def _noise_frac(self) -> float:
+        return NOISE_FRAC if self._forecast is None else self._forecast.noise_frac
 
     def _try(self, size: int) -> Trial:
         return self._run(size, self._probe_windows(size), self._probe_feed, "probe").trial
@@ -462,7 +466,7 @@ class Search:
                 self.trials,
                 sizes[-1],
                 self.bound,
-                proved=is_closed_by_convexity(self.trials, sizes, self._guide_bytes),
+                proved=is_closed_by_convexity(self.trials, sizes, self._guide_bytes, self._noise_frac()),
             ),
             evidence=evidence(now, sizes),
             multiple_of=self.request.multiple_of,

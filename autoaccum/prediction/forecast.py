@@ -33,6 +33,10 @@ _MALLOC_BYTES = 64 + 16  # alignment of c10/core/impl/alloc_cpu.cpp (gAlignment)
 # One-sided relative errors beyond the part that a first probe measures: benchmarks/accuracy.py.
 _ERROR_FRAC = {"storages": 0.001, "pages": 0.02, "segments": 0.05}
 
+# By how much peaks of the same size wander, as a fraction of the budget: not at all where storages are counted; resident
+# sets by some hundred KiB of some hundred MiB (benchmarks/search.py); what is reserved by segments of 20 MiB.
+_NOISE_FRAC = {"storages": 0.0, "pages": 0.003, "segments": 0.01}
+
 Sizes = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
@@ -71,7 +75,7 @@ class Forecast:
     """
 
     def __init__(self, growth: Growth, *, unit: str, held_bytes: int, whole_batch: int | None = None) -> None:
-        self.error_frac = _ERROR_FRAC[unit]
+        self.error_frac, self.noise_frac = _ERROR_FRAC[unit], _NOISE_FRAC[unit]
         self._growth, self._held_bytes, self._whole_batch = growth, held_bytes, whole_batch
         self._rounded = in_pages if unit == "pages" else in_blocks
         self.peak_bytes: Callable[[int], int] = lru_cache(maxsize=None)(

@@ -34,12 +34,13 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
 _FAKE_TENSORS = "torch._subclasses.fake_tensor"
+_UNTOLD = (torch.ops.aten.mkldnn_rnn_layer.default,)  # its workspace has no bytes on fake tensors
 Kind = Literal["weights", "batch", "gradients", "optimizer state", "activations", "temporaries", "workspaces"]
 KINDS: tuple[Kind, ...] = ("weights", "batch", "gradients", "optimizer state", "activations", "temporaries", "workspaces")
 
 
-class CannotCopyError(AutoaccumError):
-    """A model, batch or optimizer that `copy.deepcopy` refuses, so that there is none on fake tensors."""
+class NoFakeError(AutoaccumError):
+    """What fake tensors cannot tell: a model that cannot be copied, an operation whose size they do not know."""
 
 
 class Mark(NamedTuple):
@@ -130,6 +131,8 @@ class Recorder:
                 gc.enable()
 
     def _ran(self, operation: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if operation in _UNTOLD and any(type(part).__module__ == _FAKE_TENSORS for part in out):
+            raise NoFakeError(f"{operation}: fake tensors do not know its workspace")
         phase = self.progress.phase
         formula = flop_registry.get(operation.overloadpacket)
         if formula is not None:
@@ -286,7 +289,7 @@ def _copied(workload: Workload, rows: int) -> tuple[Any, Workload]:
     try:
         return copy.deepcopy(batch), workload.copied()
     except Exception as error:
-        raise CannotCopyError(f"the model or batch cannot be copied: {type(error).__name__}: {error}") from error
+        raise NoFakeError(f"the model or batch cannot be copied: {type(error).__name__}: {error}") from error
 
 
 def _value_of(tensor: Tensor) -> Tensor | None:
@@ -427,7 +430,7 @@ def _clone_of(tensor: Tensor) -> Tensor:
 
 def is_refusal(error: BaseException) -> bool:
     """Whether fake tensors refuse what was asked of them, rather than the user's code being wrong."""
-    own = isinstance(error, CannotCopyError)
+    own = isinstance(error, NoFakeError)
     own = own or type(error).__module__ in (_FAKE_TENSORS, "torch.fx.experimental.symbolic_shapes")
     return own or any(word in str(error).lower() for word in ("fake", "meta", "tensor subclass", "python dispatch"))
 

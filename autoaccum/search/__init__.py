@@ -4,7 +4,7 @@ Knows nothing of devices, levers or time.
 """
 
 from autoaccum.search.guide import Forecast
-from autoaccum.search.proposing import is_closed_by_convexity, probe_ceiling, propose
+from autoaccum.search.proposing import NOISE_FRAC, is_closed_by_convexity, probe_ceiling, propose
 from autoaccum.search.standing import Standing, standing
 
-__all__ = ["Forecast", "Standing", "is_closed_by_convexity", "probe_ceiling", "propose", "standing"]
+__all__ = ["NOISE_FRAC", "Forecast", "Standing", "is_closed_by_convexity", "probe_ceiling", "propose", "standing"]

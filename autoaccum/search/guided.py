@@ -42,7 +42,7 @@ def _plain_upwards(gap: Gap, guide: Guide) -> int:
     astray = sum(1 for _ in takewhile(lambda trial: isinstance(trial.outcome, OutOfMemory), guide.trials))
     gap = gap._replace(allowance=astray or FORECAST_PROBES)
     if gap.now.ceiling is not None and gap.now.ceiling <= reach:
-        return narrow(gap)
+        return (gap.low + gap.high) // 2 if _is_slow(gap, guide.trials) else narrow(gap)
     below = Standing(best=gap.now.best, best_peak_bytes=gap.now.best_peak_bytes)
     predicted = predicted_limit(guide.trials, below, guide.budget_bytes)
     return min(gallop(gap._replace(predicted=predicted)), gap.high - 1)

@@ -12,7 +12,7 @@ from autoaccum.search.plain import CAUTION_PROBES, Gap, most_probes, plain, pred
 from autoaccum.search.standing import peaks_of, standing
 
 _ROUNDING_BYTES = 2**16  # blocks are rounded, which tiny peaks show
-_CONVEXITY_FRAC = 0.01  # of the budget: resident memory and allocator reserves are not exactly convex
+NOISE_FRAC = 0.01  # of the budget: resident memory and allocator reserves are not exactly convex
 
 
 def propose(
@@ -24,6 +24,7 @@ def propose(
     tolerance_frac: float = 0.0,
     forecast: Forecast | None = None,
     trust: bool = False,
+    noise_frac: float = NOISE_FRAC,
 ) -> int | None:
     """The next size to try, None when the answer stands.
 
@@ -35,6 +36,7 @@ def propose(
             more. For devices on which running out of memory is dangerous.
         tolerance_frac: Stop when the largest size is known to within this fraction of itself. 0: exactly.
         forecast: Predicted peaks, where to look first. A wrong one changes no answer.
+        noise_frac: By how much measured peaks of a device wander, as a fraction of the budget.
         trust: With a forecast, stop without a failure when the measured peaks alone show that the next size cannot fit.
     """
     now = standing(trials)
@@ -47,7 +49,7 @@ def propose(
     gap = Gap(ladder, low, high, now, predicted_limit(trials, now, budget_bytes), cautious, allowance=0)
     if forecast is None or budget_bytes is None:
         return ladder[plain(gap)]
-    if trust and is_closed_by_convexity(trials, ladder, budget_bytes):
+    if trust and is_closed_by_convexity(trials, ladder, budget_bytes, noise_frac):
         return None
     guide = Guide(trials, forecast, budget_bytes)
     if guide.says_nothing(ladder):
@@ -55,7 +57,9 @@ def propose(
     return ladder[guided(gap._replace(allowance=FORECAST_PROBES), guide, trust, tolerance_frac)]
 
 
-def is_closed_by_convexity(trials: Sequence[Trial], ladder: Sequence[int], budget_bytes: int) -> bool:
+def is_closed_by_convexity(
+    trials: Sequence[Trial], ladder: Sequence[int], budget_bytes: int, noise_frac: float = NOISE_FRAC
+) -> bool:
     """Whether the measured peaks alone show that the size after the largest one that fits cannot fit.
 
     A peak is the largest of many sums that are affine in the size, so it is convex: the line through two measured peaks is
@@ -72,7 +76,7 @@ def is_closed_by_convexity(trials: Sequence[Trial], ladder: Sequence[int], budge
     def excess(other: int) -> float:
         lengths = ahead / (best - other)
         line = peaks[best] + (peaks[best] - peaks[other]) * lengths
-        return line - budget_bytes - (_CONVEXITY_FRAC * budget_bytes + _ROUNDING_BYTES) * max(1, lengths)
+        return line - budget_bytes - (noise_frac * budget_bytes + _ROUNDING_BYTES) * max(1, lengths)
 
     return best in peaks and any(excess(other) > 0 for other in peaks if other < best)
 

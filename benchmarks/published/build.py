@@ -52,7 +52,7 @@ def _torchvision_model(call: str) -> nn.Module:
 def _shapes_only() -> Iterator[None]:
     """While active, models can be built of tensors without values.
 
-    RegNet computes its widths with real tensors; ConvNeXt does not draw its weights again and again until they are in bounds.
+    RegNet computes its widths with real tensors; ConvNeXt's weights are not drawn again and again until they are in bounds.
     """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torchvision.models.regnet import BlockParams

@@ -23,6 +23,7 @@ from environments import versions
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autoaccum.predicting import interval_frac
 from autoaccum.prediction.allocator import Replay, replay
 from autoaccum.prediction.corrections import as_on
 from autoaccum.prediction.gpus import gpu_for
@@ -44,8 +45,11 @@ def main() -> None:
 def predicted(case: Case) -> dict[str, Any]:
     """What the allocator would come to, with all workspaces that convolutions may take, and with none of them."""
     trace, usable_bytes = recorded(case), gpu_for(case.gpu).usable_bytes
+    with torch.device("meta"):
+        error = interval_frac(build.build_model(case.model))
     return {
         "limit_bytes": usable_bytes,
+        "interval_frac": error,
         "all_workspaces": _figures(replay(trace.events, trace.sizes, limit_bytes=usable_bytes)),
         "no_workspaces": _figures(replay(_without_workspaces(trace), trace.sizes, limit_bytes=usable_bytes)),
     }
