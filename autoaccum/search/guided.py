@@ -18,6 +18,7 @@ from autoaccum.search.standing import Standing, standing
 FORECAST_PROBES = 4  # what a wrong forecast may cost beyond the search without one
 _SAFE_PART = 4  # a cautious search begins with this part of the predicted limit, and grows by no more at a time
 _FEW_RUNGS = 3  # a limit among the lowest few sizes is tried at once
+_NEAR_FRAC = 0.01  # of the budget: a peak that close above it shows where the limit is
 _FAILURES_BELOW = 2  # with nothing that fits, before the lowest size is tried
 
 
@@ -89,13 +90,18 @@ def _from_fit(gap: Gap, guide: Guide, trust: bool, tolerance_frac: float) -> int
     """Something fits: the corrected limit, or up from it by doubling steps where the correction was too high."""
     low, high, now, error_frac = gap.low, gap.high, gap.now, guide.error_frac
     assert now.best is not None
-    if now.ceiling is not None and (
-        guide.too_low >= 2 or guide.upper_bytes(now.ceiling, now.best, error_frac) <= guide.budget_bytes
+    near_miss = now.ceiling_peak_bytes is not None and now.ceiling_peak_bytes <= guide.budget_bytes * (1 + _NEAR_FRAC)
+    if (
+        now.ceiling is not None
+        and not near_miss
+        and (guide.too_low >= 2 or guide.upper_bytes(now.ceiling, now.best, error_frac) <= guide.budget_bytes)
     ):
         return _plain_upwards(gap, guide)  # it is further off than it should be
-    if now.ceiling is not None and _is_slow(gap, guide.trials):
+    if now.ceiling is not None and not near_miss and _is_slow(gap, guide.trials):
         return (low + high) // 2 if now.ceiling <= 2 * now.best else _plain_upwards(gap, guide)
     limit, within = guide.limit(gap), gap.rung(now.best * (1 + tolerance_frac))
+    if near_miss and guide.too_low >= 2:  # memory that grows with every size that is tried: down by doubling steps
+        return max(low, min(limit, high - 1) - (1 << (guide.too_low - 1)) + 1)
     if max(low, limit) <= within:
         return min(within, high - 1)  # a failure here ends the search
     if limit < low:
