@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,12 +18,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import autoaccum
 from autoaccum import InvalidRequestError, NothingFitsError, Plan, cli, predicting
 from autoaccum.errors import AutoaccumError
+from autoaccum.predicting import Foresight, interval_frac
 from autoaccum.prediction.allocator import replay
-from autoaccum.prediction.forecast import in_blocks
 from autoaccum.prediction.gpus import GPUS, Gpu, gpu_for
 from autoaccum.prediction.growth import NotAffineError
 from autoaccum.prediction.trace import KINDS
-from autoaccum.predicting import Foresight, interval_frac
 from autoaccum.records import PlanRecord, Prediction
 from autoaccum.tune import gpus_for
 from autoaccum.workload import Workload
@@ -164,7 +162,7 @@ def test_flops_are_those_of_torchs_counter() -> None:
 
 
 def test_phase_is_where_the_peak_is() -> None:
-    """Where one row is trained, the peak is at the optimizer's step; where rows are many, in the backward or forward pass."""
+    """The peak of a single row is at the optimizer's step, that of many rows in the forward or backward pass."""
     assert foreseen(predict(1)).phase == "optimizer"
     assert foreseen(predict()).phase in ("forward", "backward")
 
@@ -194,9 +192,9 @@ def test_default_optimizer_is_named_as_assumed(plan: Plan) -> None:
 
 def test_optimizer_decides() -> None:
     """Plain SGD has no state, and leaves room for more rows than AdamW."""
-    with_sgd = predict(optimizer=lambda parameters: SGD(parameters, lr=0.1))
+    with_sgd = predict(budget="1GiB", optimizer=lambda parameters: SGD(parameters, lr=0.1))
     assert "optimizer state" not in foreseen(with_sgd).by_kind
-    assert with_sgd.max_micro_batch > predict().max_micro_batch
+    assert with_sgd.max_micro_batch > predict(budget="1GiB").max_micro_batch
 
 
 def test_prediction_is_the_same_with_values() -> None:
@@ -226,9 +224,18 @@ def test_multiple_of_holds() -> None:
 
 def test_equal_micro_batches_are_equal() -> None:
     """One size for all micro-batches divides the target, and fits."""
-    found = predict(1_000_000, equal_micro_batches=True)
+    found = predict(100_000, equal_micro_batches=True, budget="1GiB")
     assert len(set(found.micro_batch_sizes)) == 1 and found.accumulation_steps > 1
     assert found.predicted_peak_bytes is not None and found.predicted_peak_bytes <= found.budget_bytes
+
+
+def test_equal_micro_batches_take_few_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One size for all is found without replaying every size below the limit."""
+    sizes: list[int] = []
+    true = predicting.replay
+    monkeypatch.setattr(predicting, "replay", lambda *args, **more: (sizes.append(1), true(*args, **more))[1])
+    predict(100_000, equal_micro_batches=True, budget="1GiB")
+    assert len(sizes) <= 40
 
 
 def test_callers_bound_holds() -> None:
@@ -254,7 +261,7 @@ def test_budget_is_held() -> None:
 
 def test_more_memory_is_never_less_rows() -> None:
     """A larger budget does not lower the micro-batch."""
-    found = [predict(budget=f"{gib}GiB").max_micro_batch for gib in (2, 3, 5, 8, 11)]
+    found = [predict(budget=f"{gib}GiB").max_micro_batch for gib in (2, 5, 11)]
     assert found == sorted(found) and found[0] < found[-1]
 
 
@@ -297,7 +304,7 @@ def test_bad_calls_are_refused_before_anything_is_traced(
 
 
 def test_nothing_fits_names_the_gpu_that_would_do() -> None:
-    """A model too large for the GPU is refused with what it needs, what its weights take, and the smallest GPU that has it."""
+    """A model too large for the GPU is refused with what it needs, what weights take, and the smallest GPU that has it."""
     with torch.device("meta"):
         model = nn.Linear(32_768, 32_768)  # 4 GiB of weights, 16 with gradients and state
     with pytest.raises(NothingFitsError) as caught:
@@ -322,13 +329,13 @@ def test_nothing_listed_is_large_enough() -> None:
 
 def test_budget_below_the_weights() -> None:
     """A budget below the weights is refused with the weights' size."""
-    with pytest.raises(NothingFitsError, match=r"may hold 200\.00 MiB\. Weights and buffers alone take 64\.\d+ MiB"):
+    with pytest.raises(NothingFitsError, match=r"may hold 200 MiB\. Weights and buffers alone take 64\.\d+ MiB"):
         predict(budget="200MiB")
 
 
 def test_budget_below_the_context() -> None:
     """A budget of less than a context cannot hold anything."""
-    with pytest.raises(NothingFitsError, match="may hold 1.00 MiB"):
+    with pytest.raises(NothingFitsError, match=r"may hold 1(\.00)? MiB"):
         predict(budget="1MiB")
 
 
@@ -368,11 +375,11 @@ def test_outlooks_are_sound(everywhere: Plan) -> None:
 
 def test_outlooks_are_what_each_gpu_alone_is_told() -> None:
     """A row is what a prediction for that GPU alone says, though GPUs share traces."""
-    names = [TURING, SMALL, MIDDLE, "H100 80GB", "MI300X 192GB"]
+    names = [TURING, SMALL, MIDDLE, "H100 80GB"]
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh())
-    together = foreseen(predict(10**10, gpu=names, model=model)).outlooks
+    together = foreseen(predict(10**9, gpu=names, model=model)).outlooks
     for row in together:
-        alone = predict(10**10, gpu=row.gpu, model=model)
+        alone = predict(10**9, gpu=row.gpu, model=model)
         assert (row.micro_batch, row.peak_bytes) == (alone.micro_batch, alone.predicted_peak_bytes)
 
 
@@ -467,7 +474,7 @@ def test_timeline_peaks_where_the_plan_does(plan: Plan) -> None:
     request = autoaccum.session.Request(target_batch=plan.target_batch)
     predictor = predicting.Predictor(Workload(meta_model(), torch.randn(4, 8)), request, 1)
     drawn = predictor.memory_over_time(gpu_for(SMALL), plan.micro_batch)
-    total = np.sum([row for row in drawn.held_bytes.values()], axis=0)
+    total = np.sum(list(drawn.held_bytes.values()), axis=0)
     assert total.max() == foreseen(plan).allocated_bytes
     assert drawn.limit_bytes == gpu_for(SMALL).usable_bytes
     assert [phase for _, phase in drawn.phases if phase != "data"] == ["forward", "backward"] * 2 + ["optimizer"]
@@ -484,32 +491,33 @@ def test_nothing_is_drawn_when_nothing_fits(tmp_path: Path) -> None:
 # -- nothing is left behind, and what cannot be traced
 
 
-def test_predicting_leaves_nothing() -> None:
-    """Parameters, buffers, optimizer state and generators are as they were, whether traced on fake tensors or on real ones."""
-
-    def values(found: nn.Module, optimizer: AdamW) -> list[Any]:
-        state = [value.clone() for entry in optimizer.state.values() for value in entry.values()]
-        return [*(tensor.clone() for tensor in found.state_dict().values()), *state, torch.get_rng_state()]
+@pytest.mark.parametrize("reads", [False, True], ids=["fake", "real"])
+def test_predicting_leaves_nothing(reads: bool) -> None:
+    """Parameters, buffers, gradients, optimizer state and generators are as they were, on fake tensors and on real ones."""
 
     def step(model: nn.Module, batch: Tensor) -> Tensor:
         random.random(), np.random.rand()
         loss = model(batch).square().mean()
-        return loss * 1.0 if not reads else loss * float(loss.detach() > -1)
+        return loss * float(loss.detach() > -1) if reads else loss
 
-    for reads in (False, True):
-        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 4))
-        optimizer = AdamW(model.parameters())
-        model(torch.randn(4, 8)).mean().backward()
-        optimizer.step()
-        before, numbers = values(model, optimizer), (random.getstate(), np.random.get_state()[1].tolist())
-        gradients = [parameter.grad for parameter in model.parameters()]
-        plan = predict(64, model=model, sample=torch.randn(4, 8), training_step=step, optimizer=optimizer)
-        assert plan.evidence == "predicted"
-        assert all(map(torch.equal, before, values(model, optimizer)))
-        assert (random.getstate(), np.random.get_state()[1].tolist()) == numbers
-        assert all(
-            p.grad is grad or torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), gradients, strict=True)
-        )
+    def state() -> list[Tensor]:
+        kept = [value for entry in optimizer.state.values() for value in entry.values()]
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        return [tensor.clone() for tensor in (*model.state_dict().values(), *kept, *gradients, torch.get_rng_state())]
+
+    def others() -> tuple[Any, ...]:
+        return random.getstate(), np.random.get_state()[1].tolist(), [module.training for module in model.modules()]
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 4))
+    optimizer = AdamW(model.parameters())
+    model(torch.randn(4, 8)).mean().backward()
+    optimizer.step()
+    sample = torch.randn(4, 8)
+    tensors, rest = state(), others()
+    found = foreseen(predict(64, model=model, sample=sample, training_step=step, optimizer=optimizer))
+    assert any("real tensors" in text for text in found.not_modelled) is reads
+    assert [index for index, pair in enumerate(zip(tensors, state(), strict=True)) if not torch.equal(*pair)] == []
+    assert others() == rest
 
 
 def test_step_that_reaches_for_the_model_leaves_nothing() -> None:
@@ -582,7 +590,7 @@ def test_users_error_comes_out(device: str) -> None:
 
 
 def test_meta_model_is_refused_where_it_would_run() -> None:
-    """autotune and probe refuse a model without values, and say what takes it."""
+    """Autotune and probe refuse a model without values, and say what takes it."""
     for call in (
         lambda: autoaccum.autotune(meta_model(), torch.randn(4, 8), 64),
         lambda: autoaccum.probe(meta_model(), torch.randn(4, 8)),
@@ -595,23 +603,23 @@ def test_meta_model_is_refused_where_it_would_run() -> None:
 def test_seven_billion_parameters_fit_a_laptop(run_child: Any) -> None:
     """A language model of seven billion parameters is predicted in under a minute and 2 GiB of resident memory."""
     pytest.importorskip("transformers", reason="transformers is not installed")
-    seconds, resident, parameters, gpu = run_child(
+    seconds, resident, parameters, peak_bytes = run_child(
         """
         import resource, time
-        from autoaccum.prediction.gpus import GPUS
+        from autoaccum.prediction.gpus import gpu_for
         from autoaccum.predicting import predict_workload
         from autoaccum.session import Request
         from autoaccum.targets import load_target
         begun = time.monotonic()
         options = "hidden_size=4096&num_hidden_layers=32&num_attention_heads=32&intermediate_size=11008&vocab_size=32000"
         workload = load_target(f"hf:llama?{options}&seq_len=512", without_values=True)
-        plan = predict_workload(workload, Request(target_batch=8), GPUS)
+        plan = predict_workload(workload, Request(target_batch=8), [gpu_for("H200")])
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        answer([time.monotonic() - begun, peak, plan.memory.trainable_parameters, plan.prediction.gpu])
+        answer([time.monotonic() - begun, peak, plan.memory.trainable_parameters, plan.predicted_peak_bytes])
         """
     )
     assert parameters > 6.5e9 and seconds < 60 and resident < 2 * GIB
-    assert gpu_for(gpu).total_bytes > 16 * parameters
+    assert 16 * parameters < peak_bytes <= gpu_for("H200").total_bytes
 
 
 # -- the command
@@ -677,8 +685,13 @@ def test_command_passes_every_option(monkeypatch: pytest.MonkeyPatch) -> None:
     options = "--target-batch 9 --budget 80% --max-micro-batch 4 --multiple-of 2 --world-size 2 --levers none"
     run("demo:gpt", "--gpu", "24GiB", *options.split(), "--equal-micro-batches", "--picture", "p.svg")
     numbers = {
-        "target_batch": 9, "budget": "80%", "levers": "none", "max_micro_batch": 4, "multiple_of": 2, "equal_micro_batches": True,
-    }  # fmt: skip
+        "target_batch": 9,
+        "budget": "80%",
+        "levers": "none",
+        "max_micro_batch": 4,
+        "multiple_of": 2,
+        "equal_micro_batches": True,
+    }
     assert seen == ["demo:gpt", ("24GiB",), numbers, 2, "p.svg"]
 
 
