@@ -296,7 +296,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 LESS_COMMON = (
     "gru", "transformer layer", "autocast and checkpointed", "checkpointed with dropout", "attention, not causal", "complex",
-    "embedding bag", "adamw amsgrad", "rmsprop", "adagrad", "own fused adamw with state", "own momentum with state", "nested",
+    "embedding bag", "adamw amsgrad", "rmsprop", "adagrad", "own fused adamw with state", "nested",
 )  # fmt: skip
 
 

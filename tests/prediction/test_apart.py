@@ -1,0 +1,48 @@
+"""A process of its own: what it returns comes back, and what it does stays there."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+
+import pytest
+
+from autoaccum.prediction.apart import ProcessDiedError, apart, can_run_apart
+
+pytestmark = pytest.mark.skipif(not can_run_apart(), reason="only Linux copies processes")
+
+
+def test_answer_comes_back() -> None:
+    """What the function returns is what is given."""
+    assert apart(lambda: {"sizes": (1, 2, 3)}) == {"sizes": (1, 2, 3)}
+
+
+def test_what_changes_there_stays_there() -> None:
+    """A list that the function adds to is as it was."""
+    seen: list[int] = []
+    assert apart(lambda: seen.append(1) or len(seen)) == 1
+    assert seen == []
+
+
+def test_modules_loaded_there_are_not_loaded_here() -> None:
+    """What is imported in the other process is not loaded in this one."""
+    name = next(name for name in ("pyclbr", "tabnanny", "sched") if name not in sys.modules)
+    assert apart(lambda: importlib.import_module(name).__name__) == name
+    assert name not in sys.modules
+
+
+@pytest.mark.parametrize("end", [lambda: os._exit(3), lambda: os.kill(os.getpid(), signal.SIGKILL)], ids=["exit", "kill"])
+def test_death_is_told(end: object) -> None:
+    """A process that ends without an answer is an error, and does not take this one with it."""
+    assert callable(end)
+    with pytest.raises(ProcessDiedError, match="ended without an answer"):
+        apart(end)
+
+
+def test_no_process_is_left() -> None:
+    """The other process is gone when its answer is there."""
+    pid = apart(os.getpid)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
