@@ -14,11 +14,13 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
+import torch
+
 from autoaccum.errors import AutoaccumError
 
 T = TypeVar("T")
 
-_PATIENCE_S = 600.0  # longer than any trace; a copy of a process with threads can wait for a lock that nobody will open
+_PATIENCE_S = 180.0  # ten times what 7 billion parameters take; a copied process can wait for a lock that nobody will open
 
 
 class ProcessDiedError(AutoaccumError):
@@ -62,4 +64,5 @@ def apart(run: Callable[[], T]) -> T:
 
 def _work(run: Callable[[], object], sender: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process
+    torch.set_num_threads(1)  # the pool of threads was not copied, and a parallel kernel would wait for it
     sender.send(run())

@@ -8,6 +8,7 @@ import signal
 import sys
 
 import pytest
+import torch
 
 from autoaccum.prediction.apart import ProcessDiedError, apart, can_run_apart
 
@@ -31,6 +32,13 @@ def test_modules_loaded_there_are_not_loaded_here() -> None:
     name = next(name for name in ("pyclbr", "tabnanny", "sched") if name not in sys.modules)
     assert apart(lambda: importlib.import_module(name).__name__) == name
     assert name not in sys.modules
+
+
+def test_parallel_kernels_run_there() -> None:
+    """A kernel that would use all threads does not wait for threads that were not copied."""
+    values = torch.ones(2048, 2048)
+    assert float((values @ values).sum()) == 2048.0**3  # the threads are there
+    assert apart(lambda: float((values * 2).index_select(0, torch.arange(2048)).sum())) == 2 * 2048.0**2
 
 
 @pytest.mark.parametrize("end", [lambda: os._exit(3), lambda: os.kill(os.getpid(), signal.SIGKILL)], ids=["exit", "kill"])
