@@ -22,12 +22,16 @@ from autoaccum import InvalidRequestError, Plan, ranks
 from autoaccum.records import Fit, OutOfMemory, PlanRecord
 from autoaccum.report.pages import plan_html
 from autoaccum.report.text import plan_markdown, plan_text
+from autoaccum.session import Request
+from autoaccum.tune import tune_workload
+from autoaccum.workload import Workload
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    """A real plan, limited by memory, with failed trials in it."""
-    return autoaccum.autotune(nn.Linear(256, 256), torch.randn(4, 256), 500, device="virtual:2MiB")
+    """A real plan, limited by memory, with failed trials in it, as a search without a prediction leaves them."""
+    workload = Workload(nn.Linear(256, 256), torch.randn(4, 256))
+    return tune_workload(workload, Request(target_batch=500, predict=False), device="virtual:2MiB")
 
 
 def some_plan(**values: Any) -> Plan:
