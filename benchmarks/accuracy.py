@@ -42,8 +42,8 @@ MOST_ROWS = 4096
 WHY = """\
 What the prediction does not know, by how it grows:
 
-- With the rows: the fused LSTM of the CPU keeps a workspace whose size fake tensors give as nothing; convolutions copy their
-  inputs and outputs into the layout of oneDNN and back.
+- With the rows: the fused LSTM of the CPU keeps a workspace whose size fake tensors give as nothing, and which grows in
+  steps of pages that real traces at two small sizes do not show.
 - With every new size, once: oneDNN compiles and keeps kernels for each shape of a convolution or a bfloat16 product.
 - Once in a process: the code of kernels, some of which only larger sizes run. The last column has what the first pass
   leaves; the rest is in the first or second peak of a setting, and gone in the third.
