@@ -6,11 +6,11 @@ Traces come from `prediction`; here a micro-batch is chosen by them, as the sear
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeVar, final
 
 import psutil
 import torch
@@ -19,11 +19,12 @@ from torch import nn
 from autoaccum.choose import Schedule, schedule_for
 from autoaccum.errors import InvalidRequestError, NothingFitsError
 from autoaccum.prediction.allocator import Replay, replay
+from autoaccum.prediction.apart import ProcessDiedError, apart, can_run_apart
 from autoaccum.prediction.corrections import as_on, kernel_choices
 from autoaccum.prediction.forecast import in_blocks, reason_of
 from autoaccum.prediction.gpus import GPUS, Gpu
 from autoaccum.prediction.growth import Growth, NotAffineError, growth_of
-from autoaccum.prediction.trace import KINDS, Trace, fake_trace, is_refusal, record_windows
+from autoaccum.prediction.trace import KINDS, Trace, fake_trace, is_refusal, load_fake_tensors, record_windows
 from autoaccum.preserve import Snapshot, preserved
 from autoaccum.probing import MICRO_BATCHES_PER_WINDOW, WINDOWS_PER_PROBE
 from autoaccum.records import Environment, LimitedBy, Outlook, PlanRecord, Prediction
@@ -32,6 +33,8 @@ from autoaccum.schedule import ladder, shares, whole_number
 from autoaccum.session import Request, checked
 from autoaccum.units import Share, format_bytes, parse_size
 from autoaccum.workload import Workload, num_bytes
+
+T = TypeVar("T")
 
 _ROOM_TO_RUN = 6  # weights, gradients, two optimizer states and a copy of the weights to put back, and some activations
 
@@ -64,6 +67,28 @@ class Basis(NamedTuple):
         return max(played, key=lambda found: found.replay.peak_reserved_bytes)
 
 
+class _Refused(NamedTuple):
+    """Why fake tensors tell nothing; where it is neither of the two, real tensors may tell."""
+
+    reason: str
+    is_users: bool = False
+    is_not_affine: bool = False
+
+
+def _not_affine(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"this training step cannot be predicted: {reason}. autotune, on the device itself, searches without."
+    )
+
+
+def _isolated(run: Callable[[], T]) -> T:
+    """In a process of its own where that can be, so that nothing the step keeps elsewhere comes to hold fake tensors."""
+    if not can_run_apart():
+        return run()
+    load_fake_tensors()
+    return apart(run)
+
+
 @final
 class Foresight:
     """Traces of one workload for any GPU; GPUs that would take the same kernels share them."""
@@ -89,26 +114,43 @@ class Foresight:
         return Basis(growth, self._not_modelled())
 
     def _traced(self, gpu: Gpu, seen: set[frozenset[str]]) -> Growth:
+        try:
+            found = _isolated(partial(self._attempted, gpu))
+        except ProcessDiedError as error:
+            found = _Refused(str(error))
+        if not isinstance(found, _Refused):
+            growth, notes = found
+            seen |= notes
+            return growth
+        if found.is_users:  # raised again here, with its own traceback
+            fake_trace(self._workload, 2 * self._multiple_of, host_batch=False, adjusted=as_on(gpu))
+        if found.is_not_affine:
+            raise _not_affine(found.reason)
+        self._refusal = found.reason
+        self._check_room()
+        with preserved(
+            self._workload.module, self._workload.own_optimizer, device=self._workload.device, on_disk=True
+        ) as snapshot:
+            try:
+                return growth_of(partial(self._really_traced, gpu, snapshot), self._multiple_of)
+            except NotAffineError as error:
+                raise _not_affine(str(error)) from None
+
+    def _attempted(self, gpu: Gpu) -> tuple[Growth, set[frozenset[str]]] | _Refused:
+        seen: set[frozenset[str]] = set()
         adjusted = as_on(gpu, seen=seen)
         try:
-            return growth_of(
+            growth = growth_of(
                 lambda rows: fake_trace(self._workload, rows, host_batch=False, sums_in_place=True, adjusted=adjusted),
                 self._multiple_of,
                 checked=True,
             )
         except NotAffineError as error:
-            raise InvalidRequestError(
-                f"this training step cannot be predicted: {error}. autotune, on the device itself, searches without."
-            ) from None
-        except Exception as error:
-            if self._workload.device.type != "cpu" and not is_refusal(error):
-                raise
-            self._refusal = reason_of(error)
-        self._check_room()
-        with preserved(
-            self._workload.module, self._workload.own_optimizer, device=self._workload.device, on_disk=True
-        ) as snapshot:
-            return growth_of(partial(self._really_traced, gpu, snapshot), self._multiple_of)
+            return _Refused(str(error), is_not_affine=True)
+        except Exception as error:  # noqa: BLE001 - the user's own comes out below
+            is_users = self._workload.device.type != "cpu" and not is_refusal(error)
+            return _Refused(reason_of(error), is_users=is_users)
+        return growth, seen
 
     def _really_traced(self, gpu: Gpu, snapshot: Snapshot, rows: int) -> Trace:
         batch = self._workload.source.take(rows)

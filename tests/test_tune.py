@@ -287,13 +287,13 @@ def test_lost_context_ends_the_search_at_once() -> None:
 
 
 def test_shape_error_comes_out_at_the_first_trial() -> None:
-    """A bug in the model is raised with its type and text after one forward on fake and one on real tensors, with a note."""
+    """A bug in the model is raised with its type and text after one forward, with a note saying where."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(9, 2))
     calls = []
     model.register_forward_pre_hook(lambda module, args: calls.append(type(args[0])))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         tune(model, 24)
-    assert calls.count(torch.Tensor) == 1 and len(calls) == 2
+    assert calls == [torch.Tensor]  # traces run in a process of their own
     assert any("micro_batch=1" in note for note in caught.value.__notes__)
 
 

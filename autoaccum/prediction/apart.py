@@ -28,8 +28,9 @@ class ProcessDiedError(AutoaccumError):
 
 
 def can_run_apart() -> bool:
-    """Whether this process can be copied. A process that multiprocessing started as a daemon may have no children."""
-    return sys.platform == "linux" and not multiprocessing.current_process().daemon
+    """Whether this process can be copied: not with a GPU's context, nor as a daemon, which may have no children."""
+    has_context = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return sys.platform == "linux" and not has_context and not multiprocessing.current_process().daemon
 
 
 def apart(run: Callable[[], T]) -> T:

@@ -20,7 +20,7 @@ from autoaccum.prediction.apart import ProcessDiedError, apart, can_run_apart
 from autoaccum.prediction.corrections import Adjusted, as_on, on_host
 from autoaccum.prediction.gpus import Gpu
 from autoaccum.prediction.growth import Growth, NotAffineError, growth_of
-from autoaccum.prediction.trace import Trace, fake_trace, is_refusal, record_windows
+from autoaccum.prediction.trace import Trace, fake_trace, is_refusal, load_fake_tensors, record_windows
 from autoaccum.preserve import Snapshot, random_states_kept
 from autoaccum.window import training_modes
 from autoaccum.workload import Workload
@@ -150,8 +150,12 @@ class _Refusal(NamedTuple):
 
 def _on_fake_tensors(workload: Workload, device: AbstractDevice, multiple_of: int) -> Growth | _Refusal:
     attempt = partial(_attempted, partial(_fake, workload, device), multiple_of)
-    if not (device.is_host and can_run_apart()):  # where host memory counts, what fake tensors load may not stay
+    # In a process of its own, what the step keeps outside of the model (a cache, a list) does not come to hold fake tensors,
+    # and where host memory counts, what fake tensors load does not stay. A process with a GPU's context cannot be copied.
+    if not can_run_apart():
         return attempt()
+    if not device.is_host:
+        load_fake_tensors()  # once here, rather than in every copy
     try:
         return apart(attempt)
     except ProcessDiedError as error:

@@ -186,7 +186,7 @@ class Recorder:
             marks=tuple(self._marks),
             flops=dict(self._flops),
         )
-        return _with_sums_in_place(trace, self._sums) if sums_in_place else trace
+        return _with_frees_in_order(_with_sums_in_place(trace, self._sums) if sums_in_place else trace)
 
 
 def _with_sums_in_place(trace: Trace, sums: Mapping[int, int]) -> Trace:
@@ -210,6 +210,20 @@ def _with_sums_in_place(trace: Trace, sums: Mapping[int, int]) -> Trace:
         events.append(moved.get(event, event) if event >= 0 else ~moved.get(~event, ~event))
         index += 1
     return trace._replace(events=tuple(events), marks=tuple(marks), kinds=tuple(kinds))
+
+
+def _with_frees_in_order(trace: Trace) -> Trace:
+    """The trace with frees that follow one another sorted: what a C++ container held dies in an order that varies.
+
+    Autocast's copies of weights do, at the end of its region. What the allocator has afterwards is the same.
+    """
+    events, starts = list(trace.events), {mark.event for mark in trace.marks}
+    begin = 0
+    for index in range(len(events) + 1):
+        if index == len(events) or events[index] >= 0 or index in starts:
+            events[begin:index] = sorted(events[begin:index], reverse=True)
+            begin = index if index < len(events) and events[index] < 0 else index + 1
+    return trace._replace(events=tuple(events))
 
 
 def _kinds_by_life(events: Sequence[int], marks: Sequence[Mark], num_blocks: int) -> dict[int, Kind]:
@@ -426,6 +440,13 @@ def _clone_of(tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter)
         else made.requires_grad_(tensor.requires_grad)
     )
+
+
+def load_fake_tensors() -> None:
+    """Load what fake tensors need, so that copies of this process have it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    FakeTensorMode()
 
 
 def is_refusal(error: BaseException) -> bool:
