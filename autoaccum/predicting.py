@@ -177,6 +177,14 @@ class Foresight:
                 f"some {format_bytes(needed)} of host memory, of which {format_bytes(free)} are free."
             )
 
+    def notes(self) -> tuple[str, ...]:
+        """What was done instead of fake tensors, where they were refused."""
+        if self._refusal is None:
+            return ()
+        return (
+            f"The training step does not run on fake tensors ({self._refusal}); it was traced on real ones, small sizes.",
+        )
+
     def _not_modelled(self) -> tuple[str, ...]:
         found = [
             "batches of other shapes than the sample's, such as texts of other lengths",
@@ -192,8 +200,8 @@ class Foresight:
             found.append("cuDNN's reserve for recurrent layers, which are traced in their parts")
         if self._refusal is not None:
             found.append(
-                f"the GPU's attention kernels: fake tensors cannot run this training step ({self._refusal}), so that it was "
-                "traced on real tensors in host memory at small sizes"
+                "the GPU's attention kernels, since the training step was traced on real tensors in host memory, and what "
+                "depends on values: the small sizes that were traced may keep more or less of their rows than others"
             )
         return tuple(found)
 
@@ -319,7 +327,12 @@ class Predictor:
             equal_micro_batches=request.equal_micro_batches,
             budget_bytes=self.limit_bytes(gpu),
             predicted_peak_bytes=prediction.peak_bytes,
-            warnings=(*self.workload.warnings, *found.schedule.warnings, *self._doubts(gpu, prediction)),
+            warnings=(
+                *self.workload.warnings,
+                *self.foresight.notes(),
+                *found.schedule.warnings,
+                *self._doubts(gpu, prediction),
+            ),
             memory=self.workload.account(prediction.by_kind.get("optimizer state")),
             prediction=prediction,
             environment=self._environment(gpu),

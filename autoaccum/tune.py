@@ -263,6 +263,9 @@ def predict(
         >>> plan.evidence, plan.effective_batch, plan.predicted_peak_bytes > 4 * 2**30
         ('predicted', 4096, True)
     """
+    if target_batch is None:
+        raise InvalidRequestError("target_batch=None: predict needs a target, the samples of one optimizer step.")
+    named = gpus_for(gpu)
     workload = Workload(
         model,
         sample,
@@ -281,7 +284,7 @@ def predict(
         multiple_of=multiple_of,
         equal_micro_batches=equal_micro_batches,
     )
-    return Plan.of(predict_workload(workload, request, gpus_for(gpu), world_size=world_size, picture=picture))
+    return Plan.of(predict_workload(workload, request, named, world_size=world_size, picture=picture))
 
 
 def gpus_for(asked: str | int | Gpu | Sequence[str | int | Gpu]) -> tuple[Gpu, ...]:
@@ -290,9 +293,13 @@ def gpus_for(asked: str | int | Gpu | Sequence[str | int | Gpu]) -> tuple[Gpu, .
     Raises:
         InvalidRequestError: When one is not known.
     """
-    if isinstance(asked, str) and asked.strip().lower() == "all":
-        return GPUS
     several = [asked] if isinstance(asked, (str, int, Gpu)) else asked
+    if not isinstance(several, (list, tuple)):
+        raise InvalidRequestError(
+            f"gpu={asked!r} is no GPU; expected a name, a size such as '24GiB', a list of these, or 'all'."
+        )
+    if any(isinstance(one, str) and one.strip().lower() == "all" for one in several):
+        return GPUS
     return tuple(sorted((gpu_for(one) for one in several), key=lambda gpu: gpu.total_bytes))
 
 

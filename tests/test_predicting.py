@@ -390,6 +390,7 @@ def test_gpus_share_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     """For all GPUs together a model is traced a few times, not once for each."""
     count = []
     true = predicting.fake_trace
+    monkeypatch.setattr(predicting, "can_run_apart", lambda: False)  # to see the calls
     monkeypatch.setattr(predicting, "fake_trace", lambda *args, **more: (count.append(1), true(*args, **more))[1])
     predict(64, gpu="all", model=nn.Linear(8, 8))
     assert 2 <= len(count) <= 10
@@ -779,3 +780,14 @@ def test_target_is_built_without_values(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr("autoaccum.worker.child.predict_workload", look)
     assert run("demo:gpt", "--target-batch", "64", "--gpu", SMALL) == 2
     assert {parameter.device.type for parameter in seen[0].module.parameters()} == {"meta"}
+
+
+def test_autocast_in_a_step_is_predicted() -> None:
+    """The copies of weights that autocast keeps die in an order that varies, which is no reason to refuse."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(), nn.Linear(128, 10))
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return model(batch).square().mean()
+
+    assert autoaccum.predict(model, torch.randn(8, 64), 64, gpu="T4", training_step=step).micro_batch == 64

@@ -52,8 +52,10 @@ def apart(run: Callable[[], T]) -> T:
     sender.close()
     try:
         if receiver.poll(_PATIENCE_S):
-            answer: T = receiver.recv()
-            return answer
+            answer: tuple[T] | None = receiver.recv()
+            if answer is None:
+                raise KeyboardInterrupt
+            return answer[0]
     except EOFError:
         pass
     finally:
@@ -66,4 +68,7 @@ def apart(run: Callable[[], T]) -> T:
 def _work(run: Callable[[], object], sender: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process
     torch.set_num_threads(1)  # the pool of threads was not copied, and a parallel kernel would wait for it
-    sender.send(run())
+    try:
+        sender.send((run(),))
+    except KeyboardInterrupt:  # raised by the code itself: it is the caller's
+        sender.send(None)

@@ -221,7 +221,7 @@ def _with_frees_in_order(trace: Trace) -> Trace:
     begin = 0
     for index in range(len(events) + 1):
         if index == len(events) or events[index] >= 0 or index in starts:
-            events[begin:index] = sorted(events[begin:index], reverse=True)
+            events[begin:index] = sorted(events[begin:index])  # the latest block first, as a workspace goes
             begin = index if index < len(events) and events[index] < 0 else index + 1
     return trace._replace(events=tuple(events))
 
@@ -345,7 +345,7 @@ def record_windows(
 
     with ExitStack() as stack:
         stack.enter_context(recorder.recording())
-        recorder.hold(workload.resident(), "weights")
+        recorder.hold([*workload.module.parameters(), *workload.module.buffers()], "weights")
         if workload.own_optimizer is not None:
             recorder.hold(_state_of(workload.own_optimizer), "optimizer state")
         if host_batch:

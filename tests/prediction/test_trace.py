@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
@@ -28,6 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import autoaccum
 from autoaccum.devices.base import AbstractDevice
 from autoaccum.devices.virtual import VirtualDevice
+from autoaccum.prediction import forecast
 from autoaccum.prediction import trace as trace_module
 from autoaccum.prediction.forecast import Traced, in_blocks, traced
 from autoaccum.prediction.trace import KINDS, Recorder, Trace, fake_trace, is_refusal, record_windows, self_test
@@ -1010,8 +1012,9 @@ def test_refused_step_without_a_snapshot_is_not_run() -> None:
     assert found.note is not None and "No prediction" in found.note and "aten._local_scalar_dense" in found.note
 
 
-def test_users_error_is_not_repeated_on_real_tensors() -> None:
+def test_users_error_is_not_repeated_on_real_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of the user's own ends tracing after one call of the model, with a note of what it was."""
+    monkeypatch.setattr(forecast, "can_run_apart", lambda: False)  # to see the calls
     calls = []
 
     def fail(y: Tensor) -> Tensor:
@@ -1034,6 +1037,33 @@ def test_users_error_comes_out_at_the_first_trial() -> None:
         autoaccum.autotune(Doing(fail), torch.randn(4, 16), 64, device="virtual:1GiB", progress=False)
     assert caught.value is error
     assert any("micro_batch=" in note for note in error.__notes__)
+
+
+_tables: list[Tensor] = []
+
+
+class Caching(nn.Module):
+    """Keeps a table outside of itself, made at the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _tables:
+            _tables.append(torch.ones(8))
+        return (self.linear(x) * _tables[0]).mean()
+
+
+@pytest.mark.skipif(not forecast.can_run_apart(), reason="only Linux copies processes")
+def test_cache_outside_of_the_model_holds_no_fake_tensor() -> None:
+    """What a step keeps elsewhere is real after a search and a prediction, and the model runs."""
+    _tables.clear()
+    model = Caching()
+    autoaccum.predict(model, torch.randn(4, 16), 64, gpu="T4")
+    autoaccum.autotune(model, torch.randn(4, 16), 64, device="virtual:1GiB")
+    assert not any(isinstance(table, FakeTensor) for table in _tables)
+    assert math.isfinite(model(torch.randn(4, 16)).item())
 
 
 def test_interrupt_passes_through_a_trace(trained: Trained) -> None:
