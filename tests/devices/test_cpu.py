@@ -330,7 +330,7 @@ def test_limit_of_the_caller_is_never_raised(refused: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def settled(run_child: RunChild) -> dict[str, Any]:
-    """Whether eight megabytes come from a mapping of its own (steady) or from the heap (usual), at each point of a search."""
+    """Whether eight megabytes come from a mapping of its own (steady) or from the heap (usual), all along a search."""
     answer: dict[str, Any] = run_child(
         """
         import ctypes, torch
