@@ -27,8 +27,8 @@ from autoaccum.prediction.growth import Growth, NotAffineError, growth_of
 from autoaccum.prediction.trace import KINDS, Trace, fake_trace, is_refusal, load_fake_tensors, record_windows
 from autoaccum.preserve import Snapshot, preserved
 from autoaccum.probing import MICRO_BATCHES_PER_WINDOW, WINDOWS_PER_PROBE
-from autoaccum.records import Environment, LimitedBy, Outlook, PlanRecord, Prediction
-from autoaccum.report.picture import Timeline, drawing_to
+from autoaccum.records import Environment, LimitedBy, Outlook, PlanRecord, Prediction, Timeline
+from autoaccum.report.picture import drawing_to
 from autoaccum.schedule import ladder, shares, whole_number
 from autoaccum.session import Request, checked
 from autoaccum.units import Share, format_bytes, parse_size

@@ -22,7 +22,7 @@ import msgspec
 from autoaccum.errors import InvalidRequestError
 from autoaccum.units import format_bytes
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 2: levers, timings and settings; files of version 1 are read as they are
 
 Phase = Literal["data", "forward", "backward", "optimizer"]
 LimitedBy = Literal["memory", "target", "data", "caller", "host", "other"]
@@ -34,13 +34,18 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Levers(Record, frozen=True, kw_only=True):
-    """The position of every lever."""
+    """The position of every lever. `Levers()` is what the caller uses already.
+
+    `checkpointed_blocks`: how many blocks are checkpointed, the earliest ones. `block_names`: the caller's own list of
+    blocks, by their names in the model; empty where blocks are found.
+    """
 
     checkpointing: Literal["off", "selective", "full"] = "off"
     checkpointed_blocks: int = 0
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     optimizer_impl: Literal["default", "for-loop", "foreach", "fused"] = "default"
     offload: Literal["off", "cpu"] = "off"
+    block_names: tuple[str, ...] = ()
 
 
 class Candidate(Record, frozen=True, kw_only=True):
@@ -54,13 +59,14 @@ class Fit(Record, frozen=True, kw_only=True, tag="fit"):
     """The size ran to the end inside the budget.
 
     `peak_bytes` is what counts against the budget (CUDA: reserved + context; CPU: resident; virtual: live).
-    `step_times_s` are optimizer steps after the first one.
+    `step_times_s` are optimizer steps after the first one. `offloaded_bytes`: the most that lay in host memory for it.
     """
 
     peak_bytes: int
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     step_times_s: tuple[float, ...] = ()
+    offloaded_bytes: int | None = None
 
     @property
     def median_step_s(self) -> float | None:
@@ -121,6 +127,52 @@ class Skipped(Record, frozen=True, kw_only=True):
     reason: str
 
 
+class Timing(Record, frozen=True, kw_only=True):
+    """How long one whole optimizer step takes, in seconds; `num` steps were measured after the warm-up.
+
+    `interval_frac`: half the width of the median's 95 % interval, as a fraction of the median; None with fewer than six
+    steps, which have no such interval.
+    """
+
+    median_s: float
+    first_quartile_s: float
+    third_quartile_s: float
+    num: int
+    interval_frac: float | None = None
+
+
+class Setting(Record, frozen=True, kw_only=True):
+    """One position of the levers and one micro-batch: a row of the trade-offs.
+
+    `standing`: "chosen"; "measured" it ran and another one was chosen; "does not fit" it ran out of memory, or is predicted
+    to; "not run" a prediction showed that it cannot be the best; "not allowed" it would change the numerics, and the levers
+    that were asked for do not. `note` says why, in a sentence. `micro_batch` is the largest one used, `predicted_step_s`
+    what the optimizer step was expected to take.
+    """
+
+    levers: Levers
+    standing: Literal["chosen", "measured", "does not fit", "not run", "not allowed"]
+    micro_batch: int
+    accumulation_steps: int
+    peak_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    timing: Timing | None = None
+    predicted_step_s: float | None = None
+    note: str = ""
+
+
+class Timeline(Record, frozen=True, kw_only=True):
+    """Bytes held after each allocation or free of one optimizer step, by what holds them; predicted, not measured.
+
+    `phases`: at which event each phase begins. `limit_bytes`: what the allocator may hold, None where there is no limit.
+    """
+
+    title: str
+    held_bytes: dict[str, tuple[int, ...]]
+    phases: tuple[tuple[int, Phase], ...]
+    limit_bytes: int | None = None
+
+
 class Budget(Record, frozen=True, kw_only=True):
     """What this process may hold on the device, what it held at the start, and what the device has, in bytes."""
 
@@ -158,6 +210,7 @@ class Environment(Record, frozen=True, kw_only=True):
     torch_version: str
     autoaccum_version: str
     platform: str
+    driver: str = ""
 
 
 class Outlook(Record, frozen=True, kw_only=True):
@@ -246,7 +299,9 @@ class PlanRecord(Record, frozen=True, kw_only=True, tag_field="record", tag="aut
 
     `micro_batch_sizes` are this rank's, in the order to run them; they sum to this rank's share of the target.
     `max_micro_batch` is the largest size known to fit; it may be larger than `micro_batch`, the largest one used.
-    `step_time_s` and `samples_per_s` are of one whole optimizer step at the target, over all ranks.
+    `step_time_s` and `samples_per_s` are of one whole optimizer step at the target, over all ranks; `timing` is its spread.
+    `settings` are the trade-offs: what was measured and what was left out. `advice`: what more memory or another lever would
+    bring, in sentences.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -263,17 +318,22 @@ class PlanRecord(Record, frozen=True, kw_only=True, tag_field="record", tag="aut
     evidence: Evidence
     multiple_of: int = 1
     equal_micro_batches: bool = False
+    objective: Literal["throughput", "memory"] = "throughput"
     levers: Levers = Levers()
     budget_bytes: int
     measured_peak_bytes: int | None = None
     predicted_peak_bytes: int | None = None
     step_time_s: float | None = None
     samples_per_s: float | None = None
+    timing: Timing | None = None
+    settings: tuple[Setting, ...] = ()
+    advice: tuple[str, ...] = ()
     trials: tuple[Trial, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     warnings: tuple[str, ...] = ()
     memory: MemoryAccount | None = None
     prediction: Prediction | None = None
+    timeline: Timeline | None = None
     environment: Environment | None = None
 
     def __post_init__(self) -> None:

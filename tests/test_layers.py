@@ -15,7 +15,7 @@ ROWS = (
     ("errors",),
     ("units",),
     ("records",),
-    ("schedule", "caps"),
+    ("schedule", "caps", "timing"),
     ("search", "batches"),
     ("choose", "devices", "preserve", "ranks", "calling"),
     ("losses", "catching", "gradients", "rewind", "sharding", "engines", "wrapped"),
@@ -34,7 +34,7 @@ ROWS = (
     ("__main__", "__init__"),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
-WITHOUT_TORCH = ("errors", "units", "records", "schedule", "caps", "search", "choose", "cli")
+WITHOUT_TORCH = ("errors", "units", "records", "schedule", "caps", "timing", "search", "choose", "cli")
 
 
 def unit_of(path: Path) -> str:

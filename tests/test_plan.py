@@ -111,7 +111,7 @@ def test_json_comes_back_equal(plan: Plan) -> None:
 def test_json_names_its_kind_and_schema(plan: Plan) -> None:
     """The JSON is an object that says what it is and in which schema."""
     written = json.loads(plan.to_json())
-    assert (written["record"], written["schema_version"]) == ("autoaccum.Plan", 1)
+    assert (written["record"], written["schema_version"]) == ("autoaccum.Plan", 2)
 
 
 def test_json_of_the_record_is_a_plan(plan: Plan) -> None:
@@ -160,7 +160,7 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> str:
         ("{}", "not an autoaccum.Plan"),
         ('{"micro_batch": 4}', "not an autoaccum.Plan"),
         (damaged(lambda d: d.update(record="autoaccum.ProbeResult")), "its record is 'autoaccum.ProbeResult'"),
-        (damaged(lambda d: d.update(schema_version=2)), "schema_version=2 is newer than this autoaccum reads (1)"),
+        (damaged(lambda d: d.update(schema_version=3)), "schema_version=3 is newer than this autoaccum reads (2)"),
         (damaged(lambda d: d.pop("target_batch")), "target_batch"),
         (damaged(lambda d: d.update(colour="red")), "colour"),
         (damaged(lambda d: d.update(budget_bytes="100")), "budget_bytes"),

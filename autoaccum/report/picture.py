@@ -8,24 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from autoaccum.errors import InvalidRequestError, MissingExtraError
-from autoaccum.records import Phase, Record
+from autoaccum.records import Phase, Timeline
 from autoaccum.units import format_bytes
 
 _FORMATS = (".svg", ".png")
 _SHADES: dict[Phase, str] = {"data": "#ffffff", "forward": "#f2f2f2", "backward": "#e2e2e2", "optimizer": "#d0d0d0"}
 _GIB = 2**30
-
-
-class Timeline(Record, frozen=True, kw_only=True):
-    """Bytes held after each allocation or free of one optimizer step, by what holds them.
-
-    `phases`: at which event each phase begins. `limit_bytes`: what the allocator may hold, None where there is no limit.
-    """
-
-    title: str
-    held_bytes: dict[str, tuple[int, ...]]
-    phases: tuple[tuple[int, Phase], ...]
-    limit_bytes: int | None = None
 
 
 def drawing_to(path: str | Path) -> Callable[[Timeline], None]:
