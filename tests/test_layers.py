@@ -18,6 +18,7 @@ ROWS = (
     ("schedule", "caps", "timing"),
     ("search", "batches"),
     ("choose", "devices", "preserve", "ranks", "calling"),
+    ("levers",),
     ("losses", "catching", "gradients", "rewind", "sharding", "engines", "wrapped"),
     ("workload", "reduction"),
     ("window", "budget"),

@@ -1,12 +1,28 @@
-"""Trials as rows: the one list of column names."""
+"""Trials, levers and times as rows and words: the one list of column names."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
-from autoaccum.records import Fit, OutOfMemory, Refused, Trial
+import msgspec
+
+from autoaccum.records import Fit, Levers, Outlook, OutOfMemory, Refused, Timing, Trial
+from autoaccum.timing import is_settled, timing_of
 from autoaccum.units import format_bytes, format_seconds
+
+NO_LEVER = "none"
+COLUMNS_OF_WORDS = frozenset({"standing", "levers", "outcome", "message", "note", "GPU"})  # the others hold numbers
+TRIAL_HEADER = ("micro-batch", "levers", "outcome", "peak", "optimizer step", "samples/s", "took")
+OUTLOOK_HEADER = ("GPU", "micro-batch x steps", "peak", "of", "levers")
+_PURPOSES = {"probe": "", "confirm": " (the plan's step)"}
+
+
+class Cells(NamedTuple):
+    """A table as text: the names of its columns, and one cell for each in every row."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
 
 
 def trial_rows(trials: Sequence[Trial]) -> list[dict[str, Any]]:
@@ -14,11 +30,13 @@ def trial_rows(trials: Sequence[Trial]) -> list[dict[str, Any]]:
     return [
         {
             "micro_batch": trial.candidate.micro_batch,
+            **_lever_columns(trial.candidate.levers),
             "purpose": trial.purpose,
             "outcome": outcome_in_words(trial),
             "fits": isinstance(trial.outcome, Fit),
             "peak_bytes": None if isinstance(trial.outcome, Refused) else trial.outcome.peak_bytes,
-            "step_s": trial.outcome.median_step_s if isinstance(trial.outcome, Fit) else None,
+            "offloaded_bytes": trial.outcome.offloaded_bytes if isinstance(trial.outcome, Fit) else None,
+            **_step_columns(trial),
             "samples_per_s": samples_per_s(trial),
             "phase": None if isinstance(trial.outcome, Fit) else trial.outcome.phase,
             "message": None if isinstance(trial.outcome, Fit) else trial.outcome.message,
@@ -26,6 +44,31 @@ def trial_rows(trials: Sequence[Trial]) -> list[dict[str, Any]]:
         }
         for trial in trials
     ]
+
+
+def _lever_columns(levers: Levers) -> dict[str, Any]:
+    return {
+        "checkpointing": levers.checkpointing,
+        "checkpointed_blocks": levers.checkpointed_blocks,
+        "precision": levers.precision,
+        "optimizer_impl": levers.optimizer_impl,
+        "offload": levers.offload,
+    }
+
+
+def _step_columns(trial: Trial) -> dict[str, Any]:
+    timing = trial_timing(trial)
+    return {
+        "step_s": timing and timing.median_s,
+        "first_quartile_step_s": timing and timing.first_quartile_s,
+        "third_quartile_step_s": timing and timing.third_quartile_s,
+        "num_timed_steps": timing.num if timing else 0,
+    }
+
+
+def trial_timing(trial: Trial) -> Timing | None:
+    """What the trial's step times say, None where no step was timed."""
+    return timing_of(trial.outcome.step_times_s) if isinstance(trial.outcome, Fit) else None
 
 
 def samples_per_s(trial: Trial) -> float | None:
@@ -57,23 +100,95 @@ def outcome_in_words(trial: Trial) -> str:
             assert_never(trial.outcome)
 
 
-TABLE_HEADER = ("micro-batch", "outcome", "peak", "optimizer step", "samples/s", "took")
-_PURPOSES = {"probe": "", "confirm": " (the plan's step)"}
+def is_default(levers: Levers) -> bool:
+    """Whether no lever is turned. Names of blocks alone turn none."""
+    return msgspec.structs.replace(levers, block_names=()) == Levers()
 
 
-def table_rows(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
-    """Trials as cells of text under `TABLE_HEADER`."""
-    rows: list[tuple[str, ...]] = []
-    for trial, row in zip(trials, trial_rows(trials), strict=True):
-        rate = row["samples_per_s"]
-        rows.append(
-            (
-                f"{row['micro_batch']}{_PURPOSES[trial.purpose]}",
-                str(row["outcome"]),
-                format_bytes(row["peak_bytes"]),
-                format_seconds(row["step_s"]),
-                "-" if rate is None else f"{rate:.4g}",
-                format_seconds(trial.wall_s),
-            )
+def levers_in_words(levers: Levers) -> str:
+    """The levers that are turned, in a few words.
+
+    Example:
+        >>> levers_in_words(Levers(checkpointing="full", checkpointed_blocks=6, precision="bf16", optimizer_impl="fused"))
+        'full checkpointing of 6 blocks, bf16, fused optimizer'
+        >>> levers_in_words(Levers())
+        'none'
+    """
+    num = levers.checkpointed_blocks
+    blocks = f" of {num} block{'s' if num > 1 else ''}" if num else ""
+    turned = (
+        f"{levers.checkpointing} checkpointing{blocks}" if levers.checkpointing != "off" else "",
+        levers.precision if levers.precision != "fp32" else "",
+        f"{levers.optimizer_impl} optimizer" if levers.optimizer_impl != "default" else "",
+        "offload to the host" if levers.offload == "cpu" else "",
+    )
+    return ", ".join(filter(None, turned)) or NO_LEVER
+
+
+def timing_in_words(timing: Timing) -> str:
+    """The median with its quartiles, the number of steps, and whether it is noisy.
+
+    Example:
+        >>> timing_in_words(timing_of([0.40, 0.41, 0.42]))
+        '410 ms (405 to 415 ms, n=3; too few steps to say how noisy)'
+    """
+    first, third = format_seconds(timing.first_quartile_s), format_seconds(timing.third_quartile_s)
+    unit = third.partition(" ")[2]
+    spread = f"{first.removesuffix(' ' + unit)} to {third}, " if timing.num > 1 else ""
+    return f"{format_seconds(timing.median_s)} ({spread}n={timing.num}{_noise_in_words(timing)})"
+
+
+def _noise_in_words(timing: Timing) -> str:
+    if is_settled(timing):
+        return ""
+    if timing.interval_frac is None:
+        return "; too few steps to say how noisy"
+    return f"; noisy: \u00b1{100 * timing.interval_frac:.2g} %"
+
+
+def trial_cells(trials: Sequence[Trial]) -> Cells:
+    """Trials as text, in the order run; with a column of levers where any trial turns one."""
+    turned = any(not is_default(trial.candidate.levers) for trial in trials)
+    rows = zip(trials, trial_rows(trials), strict=True)
+    return without_empty(TRIAL_HEADER, [_trial_cells(trial, row, turned) for trial, row in rows])
+
+
+def _trial_cells(trial: Trial, row: dict[str, Any], turned: bool) -> tuple[str, ...]:
+    offloaded = f" + {format_bytes(row['offloaded_bytes'])} on the host" if row["offloaded_bytes"] else ""
+    return (
+        f"{row['micro_batch']}{_PURPOSES[trial.purpose]}",
+        levers_in_words(trial.candidate.levers) if turned else "",
+        row["outcome"],
+        format_bytes(row["peak_bytes"]) + offloaded,
+        format_seconds(row["step_s"]),
+        rate_in_words(row["samples_per_s"]),
+        format_seconds(trial.wall_s),
+    )
+
+
+def outlook_cells(outlooks: Sequence[Outlook]) -> Cells:
+    """What one optimizer step would take on each kind of GPU, as text."""
+    rows = [
+        (
+            row.gpu,
+            f"{row.micro_batch} x {row.accumulation_steps}" if row.fits else "does not fit",
+            format_bytes(row.peak_bytes),
+            format_bytes(row.total_bytes),
+            levers_in_words(row.levers),
         )
-    return rows
+        for row in outlooks
+    ]
+    return Cells(OUTLOOK_HEADER, tuple(rows))
+
+
+def rate_in_words(rate: float | None) -> str:
+    """Samples per second to four digits, "-" where not known."""
+    if rate is None:
+        return "-"
+    return f"{rate:.4g}" if rate < 1e4 else f"{rate:.0f}"
+
+
+def without_empty(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Cells:
+    """The table without the columns that say nothing in any row."""
+    kept = [column for column in range(len(header)) if not rows or any(row[column] for row in rows)]
+    return Cells(tuple(header[column] for column in kept), tuple(tuple(row[column] for column in kept) for row in rows))

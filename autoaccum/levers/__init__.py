@@ -1,0 +1,33 @@
+"""The levers: how memory is traded for time. Each is turned inside a context and turned back on the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from autoaccum.levers.base import AbstractLever, Subject
+from autoaccum.levers.checkpointing import Checkpointing
+from autoaccum.levers.offload import Offload
+from autoaccum.levers.optimizer import OptimizerImpl
+from autoaccum.levers.precision import Precision, autocast_for, under_autocast
+from autoaccum.records import Levers
+
+LEVERS: tuple[AbstractLever, ...] = (Checkpointing(), Precision(), OptimizerImpl(), Offload())
+
+__all__ = ["LEVERS", "AbstractLever", "Subject", "applied", "autocast_for", "under_autocast"]
+
+
+@contextmanager
+def applied(levers: Levers, subject: Subject) -> Iterator[None]:
+    """Turn every lever while inside.
+
+    Raises:
+        InvalidRequestError: When the model is not one that these levers fit.
+    """
+    if levers == Levers():
+        yield
+        return
+    with ExitStack() as stack:
+        for lever in LEVERS:
+            stack.enter_context(lever.applied(levers, subject))
+        yield

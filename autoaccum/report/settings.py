@@ -1,0 +1,93 @@
+"""The trade-offs: one row per setting of the levers, each against the setting that turns none. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoaccum.records import PlanRecord, Setting
+from autoaccum.report.tables import Cells, is_default, levers_in_words, rate_in_words, timing_in_words, without_empty
+from autoaccum.timing import are_equal
+from autoaccum.units import format_bytes, format_seconds
+
+_ORDER = ("chosen", "measured", "not allowed", "does not fit", "not run")
+_UNKNOWN_S = float("inf")  # sorts behind every time that is known
+
+
+def ordered(settings: Sequence[Setting]) -> tuple[Setting, ...]:
+    """The chosen setting, then the measured ones from fast to slow, then those that were left out."""
+    return tuple(sorted(settings, key=_place))
+
+
+def _place(setting: Setting) -> tuple[int, float, str]:
+    known_s = setting.predicted_step_s if setting.timing is None else setting.timing.median_s
+    return _ORDER.index(setting.standing), _UNKNOWN_S if known_s is None else known_s, levers_in_words(setting.levers)
+
+
+def baseline(settings: Sequence[Setting]) -> Setting | None:
+    """The fastest setting that turns no lever, None where none was measured."""
+    return next((setting for setting in ordered(settings) if is_default(setting.levers) and setting.timing is not None), None)
+
+
+def rate_of(plan: PlanRecord, setting: Setting) -> float | None:
+    """Samples per second over all ranks under this setting, None where it was not timed."""
+    step_s = setting.timing.median_s if setting.timing else None
+    return plan.effective_batch / step_s if step_s else None
+
+
+def setting_cells(plan: PlanRecord) -> Cells:
+    """The trade-offs as text, in the order of `ordered`; columns that say nothing are left out."""
+    base = baseline(plan.settings)
+    header = (
+        "standing",
+        "levers",
+        "micro-batch x steps",
+        f"peak of {format_bytes(plan.budget_bytes)}",
+        "optimizer step",
+        "samples/s",
+        "against no lever",
+        "note",
+    )
+    return without_empty(header, [_cells(plan, setting, base) for setting in ordered(plan.settings)])
+
+
+def _cells(plan: PlanRecord, setting: Setting, base: Setting | None) -> tuple[str, ...]:
+    return (
+        setting.standing,
+        levers_in_words(setting.levers),
+        f"{setting.micro_batch} x {setting.accumulation_steps}",
+        _peak(plan, setting),
+        _step(setting),
+        rate_in_words(rate_of(plan, setting)),
+        "" if base is None else _against(setting, base),
+        setting.note,
+    )
+
+
+def _peak(plan: PlanRecord, setting: Setting) -> str:
+    is_measured = setting.peak_bytes is not None
+    peak_bytes = setting.peak_bytes if is_measured else setting.predicted_peak_bytes
+    if peak_bytes is None:
+        return "-"
+    share = f"{100 * peak_bytes / plan.budget_bytes:.0f} %" if plan.budget_bytes else ""
+    return f"{format_bytes(peak_bytes)} ({', '.join(filter(None, (share, '' if is_measured else 'predicted')))})"
+
+
+def _step(setting: Setting) -> str:
+    if setting.timing is not None:
+        return timing_in_words(setting.timing)
+    return "-" if setting.predicted_step_s is None else f"{format_seconds(setting.predicted_step_s)} (predicted)"
+
+
+def _against(setting: Setting, base: Setting) -> str:
+    if setting is base or setting.timing is None or base.timing is None:
+        return "-"
+    parts = [_speed(base.timing.median_s, setting.timing.median_s, same=are_equal(setting.timing, base.timing))]
+    if setting.peak_bytes and base.peak_bytes:
+        parts.append(f"{setting.peak_bytes / base.peak_bytes:.2f}x the memory")
+    return ", ".join(filter(None, parts))
+
+
+def _speed(base_s: float, step_s: float, *, same: bool) -> str:
+    if same:
+        return "the same speed"
+    return f"{base_s / step_s:.2f}x the speed" if step_s else ""
