@@ -13,11 +13,13 @@ from torch.optim import Optimizer
 
 from autoaccum.choose import schedule_for
 from autoaccum.errors import InvalidRequestError
+from autoaccum.levers import Subject, applied, autocast_for
 from autoaccum.records import PlanRecord, from_json, to_json
 from autoaccum.report.files import write_whole
 from autoaccum.report.pages import plan_html
 from autoaccum.report.tables import trial_rows
 from autoaccum.report.text import plan_markdown, plan_text
+from autoaccum.workload import unwrapped
 
 if TYPE_CHECKING:
     import pandas
@@ -104,13 +106,38 @@ class Plan(PlanRecord, frozen=True, kw_only=True, tag_field="record", tag="autoa
 
     @contextmanager
     def applied(self, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[None]:
-        """Run one's own loop under the plan's levers. With every lever off there is nothing to apply."""
-        yield
+        """Run one's own loop under the plan's levers; an `Accumulator` with the plan does so by itself.
+
+        Args:
+            model: The one that the plan was made for, or another one of the same kind. Its own forward pass runs under the
+                plan's autocast, and returns float32; `autocast()` is the region for a loss that is computed outside.
+            optimizer: None leaves the optimizer's implementation alone. With `precision="fp16"` the loss has to be scaled by
+                a `torch.amp.GradScaler`, which is the loop's own.
+
+        Raises:
+            InvalidRequestError: When the model has fewer blocks than the plan checkpoints.
+
+        Leaves behind:
+            Nothing in the model. Where the fused optimizer step counts on the device, the counters stay there.
+
+        Example:
+            >>> import torch, autoaccum
+            >>> model = torch.nn.Linear(4, 2)
+            >>> plan = autoaccum.autotune(model, torch.randn(2, 4), 10, device="virtual:1MiB", levers="none")
+            >>> with plan.applied(model):
+            ...     model(torch.randn(2, 4)).mean().backward()
+        """
+        module = unwrapped(model)
+        with applied(self.levers, Subject(module, next(module.parameters()).device, optimizer)):
+            yield
 
     def autocast(self) -> torch.autocast:
-        """The autocast context that the plan's precision asks for; with the precision lever off, a disabled one."""
+        """The autocast region that the plan's precision asks for, for a forward pass and its loss.
+
+        With the precision lever off it leaves autocast as it is around it.
+        """
         device = self.environment.device.split(":")[0] if self.environment else "cpu"
-        return torch.autocast("cpu" if device == "virtual" else device, enabled=False)
+        return autocast_for(self.levers, torch.device("cpu" if device == "virtual" else device))
 
     def __str__(self) -> str:
         return plan_text(self)

@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from autoaccum.catching import Failure, attempted
 from autoaccum.devices.base import AbstractDevice, Verdict, Watch
 from autoaccum.errors import AutoaccumError, InvalidRequestError
+from autoaccum.levers import Subject, applied, under_autocast
 from autoaccum.preserve import Snapshot
-from autoaccum.records import Candidate, Fit, Outcome, OutOfMemory, Refused, Trial
+from autoaccum.records import Candidate, Fit, Levers, Outcome, OutOfMemory, Refused, Trial
 from autoaccum.window import Progress, run_window
 from autoaccum.workload import Workload, num_bytes, step_hooks_suspended
 
@@ -61,6 +63,28 @@ class _Measured(NamedTuple):
     watch: Watch
     step_times_s: tuple[float, ...]
     optimizer_state_bytes: int
+    offloaded_bytes: int | None
+
+
+class HostBytes:
+    """The most that was moved to host memory, None where nothing was."""
+
+    def __init__(self) -> None:
+        self.peak_bytes: int | None = None
+
+    def note(self, held_bytes: int) -> None:
+        """So much lies there now."""
+        self.peak_bytes = max(self.peak_bytes or 0, held_bytes)
+
+
+def subject_on(module: nn.Module, device: AbstractDevice, optimizer: Optimizer | None) -> Subject:
+    """What levers are turned on, on a device that is here."""
+    return Subject(module, device.torch_device, optimizer, off_device=device.off_device, is_host=device.is_host)
+
+
+def scaler_for(levers: Levers, device: torch.device) -> torch.amp.GradScaler | None:
+    """What fp16 needs in a trial; with a scale of one, since a trial looks for memory and time and not for a loss."""
+    return torch.amp.GradScaler(device.type, init_scale=1.0) if levers.precision == "fp16" else None
 
 
 def run_trial(
@@ -97,7 +121,7 @@ def run_trial(
 
     def run() -> _Measured:
         with device.limited_to(budget_bytes):
-            return _run_windows(workload, device, windows, feed, progress)
+            return _run_windows(workload, device, candidate.levers, windows, feed, progress)
 
     try:
         came_out = attempted(run, _ABOUT_THE_SIZE)
@@ -125,6 +149,7 @@ def run_trial(
 def _run_windows(
     workload: Workload,
     device: AbstractDevice,
+    levers: Levers,
     windows: Sequence[Sequence[int]],
     feed: Callable[[Sequence[int]], Sequence[Any]],
     progress: Progress,
@@ -134,26 +159,30 @@ def _run_windows(
         parameter.grad = None  # the user's gradients are in the snapshot; training starts without any
     batches = {tuple(sizes): feed(sizes) for sizes in windows}
     resident, times = workload.resident(), []
+    on_host = HostBytes()
     with device.watched(resident) as watch:
         optimizer = workload.make_optimizer()
-        with step_hooks_suspended(optimizer):
+        subject = subject_on(workload.module, device, optimizer)._replace(note_host_bytes=on_host.note)
+        loss_of, scaler = under_autocast(workload.loss, levers, device.torch_device), scaler_for(levers, device.torch_device)
+        with step_hooks_suspended(optimizer), applied(levers, subject):
             for sizes in windows:
                 begun = time.perf_counter()
                 loss = run_window(
                     batches[tuple(sizes)],
                     sizes,  # what is measured does not depend on the weights; rows need nothing read from the labels
-                    loss=workload.loss,
+                    loss=loss_of,
                     optimizer=optimizer,
                     place=device.place,
                     progress=progress,
                     module=workload.module,
+                    scaler=scaler,
                 )
                 device.synchronize()
                 times.append(time.perf_counter() - begun)
                 if len(times) == 1:
                     _refuse_nan(loss)
         state_bytes = _state_bytes(optimizer)
-    return _Measured(watch, tuple(times[1:]), state_bytes)
+    return _Measured(watch, tuple(times[1:]), state_bytes, on_host.peak_bytes)
 
 
 def _refuse_nan(loss: Tensor) -> None:
@@ -183,6 +212,7 @@ def _outcome(measured: _Measured | None, failure: Failure | None, progress: Prog
         peak_allocated_bytes=watch.peak_allocated_bytes,
         peak_reserved_bytes=watch.peak_reserved_bytes,
         step_times_s=measured.step_times_s,
+        offloaded_bytes=measured.offloaded_bytes,
     )
 
 

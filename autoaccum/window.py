@@ -113,6 +113,7 @@ def run_window(
     place: Callable[[Any], Any],
     progress: Progress,
     module: nn.Module | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Tensor:
     """Accumulate the gradient of the whole window and take one optimizer step, as a probe does.
 
@@ -124,6 +125,7 @@ def run_window(
         place: Puts a micro-batch on the device.
         progress: Its phase follows what runs.
         module: The model, so that other parameters of it receive no gradient.
+        scaler: Scales the loss. The step is taken whatever it finds: skipped, it would leave the optimizer without state.
 
     Returns:
         The mean loss over the window, detached, on the device. Reading it synchronises; this function does not.
@@ -133,15 +135,20 @@ def run_window(
         Exception: Whatever the user's code raises.
     """
     total_weight = float(sum(weights)) or 1.0
-    accumulation = Accumulation(parameters_of(optimizer), Backward(module=module), wide=len(weights) > 1)
+    accumulation = Accumulation(parameters_of(optimizer), Backward(scaler, module=module), wide=len(weights) > 1)
     try:
         scales = [weight / total_weight for weight in weights]
         mean_loss = accumulate(micro_batches, scales, loss=loss, place=place, accumulation=accumulation, progress=progress)
         progress.phase = "optimizer"
         refuse_none(accumulation)
+        if scaler is not None:
+            accumulation.narrow_where_apart()
+            scaler.unscale_(optimizer)
         accumulation.narrow(looks=False)
         with training_modes():
             optimizer.step()
+        if scaler is not None:
+            scaler.update()
     finally:
         accumulation.discard()
     assert mean_loss is not None  # a gradient came from somewhere

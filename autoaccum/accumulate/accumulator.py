@@ -45,7 +45,8 @@ class Accumulator:
         weight: What the loss is a mean over: "samples", `tokens("labels")`, or `batch -> number`. With "samples", one of
             torch's own losses is weighed by what it divides by: class weights, labels that are not ignored, elements.
             One with `reduction="sum"` adds up as it is.
-        scaler: A `torch.amp.GradScaler`; used and updated here, once per window.
+        scaler: A `torch.amp.GradScaler`; used and updated here, once per window. None: one is made where the plan's
+            precision is fp16, and its state is part of `state_dict`.
         max_grad_norm: Clip the gradient of the whole window to this 2-norm, over all ranks.
         scheduler: Stepped once per window that took a step.
         batch_dim: Which dimension holds the rows, where it cannot be seen: an int, or `{leaf name: int or None}`.
@@ -225,7 +226,9 @@ class Accumulator:
 
     def state_dict(self) -> dict[str, Any]:
         """What was counted and learned, as plain values. No gradients: nothing is carried over between windows."""
-        return {"version": 1, **self._training.counts, "caps": self._training.caps.state()}
+        training = self._training
+        scaler = {"scaler": training.scaler.state_dict()} if training.owns_scaler and training.scaler is not None else {}
+        return {"version": 1, **training.counts, "caps": training.caps.state(), **scaler}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave, under another micro-batch or plan as well: learned limits stay limits.
@@ -239,6 +242,8 @@ class Accumulator:
             counts = {name: int(state[name]) for name in self._training.counts}
             caps = Caps(whole=self._training.slicer.cost is None)
             caps.load(state["caps"])
+            if self._training.owns_scaler and self._training.scaler is not None and "scaler" in state:
+                self._training.scaler.load_state_dict(state["scaler"])
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, InvalidRequestError):
                 raise

@@ -108,7 +108,7 @@ class Run:
         loss = accumulate(
             micro_batches,
             self.scales,
-            loss=training.loss,
+            loss=training.loss_in_window,
             place=self.place,
             accumulation=self.accumulation,
             progress=self.progress,

@@ -20,8 +20,10 @@ from autoaccum.devices import device_for
 from autoaccum.engines import refuse_engines, refuse_own_scaling
 from autoaccum.errors import InvalidRequestError, RankMismatchError
 from autoaccum.gradients import Backward
+from autoaccum.levers import under_autocast
 from autoaccum.losses import LossFn, MicroBatchLoss, TrainingStep
 from autoaccum.plan import Plan
+from autoaccum.records import Levers
 from autoaccum.reduction import Reducer, fingerprint_of
 from autoaccum.rewind import Rewinder
 from autoaccum.sharding import Sharding
@@ -67,11 +69,15 @@ class Training:
         self.model, self.module, self.optimizer, self.plan = model, module, optimizer, plan
         self.wrapped = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
         self.is_compiled = is_compiled(model)
+        levers, place = Levers() if plan is None else plan.levers, single_device(module)
+        self.owns_scaler = scaler is None and levers.precision == "fp16"
+        scaler = torch.amp.GradScaler(place.type) if self.owns_scaler else scaler
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.max_grad_norm, self.scheduler, self.on_oom = max_grad_norm, scheduler, on_oom
         self.loss = MicroBatchLoss(module, loss_fn, training_step)
+        self.loss_in_window = under_autocast(self.loss, levers, place)
         self.weigher = Weigher(weight, None if training_step is not None else loss_fn)
-        self.device = device_for(None, single_device(module))
+        self.device = device_for(None, place)
         if process_group is None and isinstance(model, DistributedDataParallel):
             process_group = model.process_group
         self.reducer = Reducer(process_group)

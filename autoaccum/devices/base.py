@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -117,6 +117,10 @@ class AbstractDevice(ABC):
     @abstractmethod
     def place(self, batch: Any) -> Any:
         """A micro-batch on this device, as a training loop would put it there."""
+
+    def off_device(self) -> AbstractContextManager[None]:
+        """What is made inside lies in host memory and does not count on this device."""
+        return nullcontext()
 
     @contextmanager
     def steadied(self) -> Iterator[Steadiness]:

@@ -220,6 +220,9 @@ class VirtualDevice(AbstractDevice):
     def synchronize(self) -> None:
         pass
 
+    def off_device(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._tracker is None else self._tracker.paused()
+
     def place(self, batch: Any) -> Any:
         if self._tracker is None:
             return cloned(batch)

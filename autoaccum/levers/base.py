@@ -32,6 +32,7 @@ class Subject(NamedTuple):
         off_device: What is made inside of it lies in host memory and does not count on the device.
         note_host_bytes: Is told how many bytes lie in host memory, whenever more are moved there.
         is_host: Host memory is what counts, so that nothing is won by moving there.
+        worth_moving_bytes: Smaller tensors stay on the device: moving them costs more time than they take room.
     """
 
     module: nn.Module
@@ -40,6 +41,7 @@ class Subject(NamedTuple):
     off_device: Callable[[], AbstractContextManager[None]] = nullcontext
     note_host_bytes: Callable[[int], None] = _unnoted
     is_host: bool = False
+    worth_moving_bytes: int = 64 * 2**10
 
 
 class AbstractLever(ABC):

@@ -16,7 +16,6 @@ from autoaccum.levers.base import AbstractLever, Subject
 from autoaccum.records import Levers
 from autoaccum.units import format_bytes
 
-_WORTH_BYTES = 64 * 2**10  # moving less costs more than it brings
 _OF_FREE_FRAC = 0.9  # of the host memory that is free; pinned memory cannot be swapped out
 
 
@@ -88,7 +87,7 @@ class HostShelf:
         is_dense = tensor.layout == torch.strided and not isinstance(tensor, nn.Parameter)
         return (
             is_dense
-            and tensor.numel() * tensor.element_size() >= _WORTH_BYTES
+            and tensor.numel() * tensor.element_size() >= self._subject.worth_moving_bytes
             and tensor.untyped_storage()._cdata not in self._weights
         )
 

@@ -24,9 +24,10 @@ from torch.utils.flop_counter import flop_registry
 from autoaccum.batches.structure import cloned, tensors_in
 from autoaccum.devices.virtual import StorageTracker, dense_parts, eager_only
 from autoaccum.errors import AutoaccumError
+from autoaccum.levers import Subject, applied, under_autocast
 from autoaccum.preserve import random_states_kept
-from autoaccum.probing import MICRO_BATCHES_PER_WINDOW, WINDOWS_PER_PROBE, older_objects_set_aside
-from autoaccum.records import Phase
+from autoaccum.probing import MICRO_BATCHES_PER_WINDOW, WINDOWS_PER_PROBE, older_objects_set_aside, scaler_for
+from autoaccum.records import Levers, Phase
 from autoaccum.window import Progress, run_window
 from autoaccum.workload import Workload, step_hooks_suspended
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
 _FAKE_TENSORS = "torch._subclasses.fake_tensor"
+_AS_IT_IS, _HOST = Levers(), torch.device("cpu")
 _UNTOLD = (torch.ops.aten.mkldnn_rnn_layer.default,)  # its workspace has no bytes on fake tensors
 Kind = Literal["weights", "batch", "gradients", "optimizer state", "activations", "temporaries", "workspaces"]
 KINDS: tuple[Kind, ...] = ("weights", "batch", "gradients", "optimizer state", "activations", "temporaries", "workspaces")
@@ -263,6 +265,8 @@ def fake_trace(
     host_batch: bool,
     sums_in_place: bool = False,
     adjusted: Callable[[Recorder, Optimizer], AbstractContextManager[None]] | None = None,
+    levers: Levers = _AS_IT_IS,
+    device: torch.device = _HOST,
 ) -> Trace:
     """Record a probe's windows on fake tensors in host memory. The model is neither run nor changed, and no copy is made.
 
@@ -272,6 +276,8 @@ def fake_trace(
         host_batch: The batch lies in the memory that is recorded; else each micro-batch is copied there when its turn comes.
         sums_in_place: See `Recorder.trace`.
         adjusted: Entered while the windows run: what another device does differently.
+        levers: Turned while the windows run.
+        device: Which kind of device the levers are turned on.
 
     Raises:
         Exception: Whatever fake tensors refuse (`.item()`, shapes that depend on data, kernels without a fake version), and
@@ -291,7 +297,14 @@ def fake_trace(
             # Copying a fake tensor as a real one is copied ends the process (torch 2.13), and averages of weights do copy.
             with mode, _deepcopied_by(_clone_of):
                 return record_windows(
-                    copied, batch, rows, host_batch=host_batch, sums_in_place=sums_in_place, adjusted=adjusted
+                    copied,
+                    batch,
+                    rows,
+                    host_batch=host_batch,
+                    sums_in_place=sums_in_place,
+                    adjusted=adjusted,
+                    levers=levers,
+                    device=device,
                 )
     finally:
         for restore in put_back:
@@ -328,6 +341,8 @@ def record_windows(
     host_batch: bool,
     sums_in_place: bool = False,
     adjusted: Callable[[Recorder, Optimizer], AbstractContextManager[None]] | None = None,
+    levers: Levers = _AS_IT_IS,
+    device: torch.device = _HOST,
 ) -> Trace:
     """Record a probe's windows as they run on this workload, whatever its tensors are. It is changed by that."""
     workload.set_training_mode()
@@ -353,16 +368,21 @@ def record_windows(
         optimizer = workload.make_optimizer()
         stack.enter_context(step_hooks_suspended(optimizer))
         stack.enter_context(_holdings_noted(recorder, optimizer))
+        subject = Subject(workload.module, device, optimizer, off_device=recorder.paused, worth_moving_bytes=0)
+        # First the levers: what is adjusted is where neither they nor the user have chosen.
+        stack.enter_context(applied(levers, subject))
         stack.enter_context(adjusted(recorder, optimizer) if adjusted is not None else nullcontext())
+        scaler = scaler_for(levers, _HOST)
         for recorder.window in range(WINDOWS_PER_PROBE):
             loss = run_window(  # it lives on through the next window, as in a probe
                 [batch] * MICRO_BATCHES_PER_WINDOW,
                 [rows] * MICRO_BATCHES_PER_WINDOW,
-                loss=workload.loss,
+                loss=under_autocast(workload.loss, levers, device),
                 optimizer=optimizer,
                 place=place,
                 progress=recorder.progress,
                 module=workload.module,
+                scaler=scaler,
             )
             gc.collect()
         del loss
