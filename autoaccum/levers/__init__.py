@@ -6,15 +6,21 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from autoaccum.levers.base import AbstractLever, Subject
-from autoaccum.levers.checkpointing import Checkpointing
-from autoaccum.levers.offload import Offload
-from autoaccum.levers.optimizer import OptimizerImpl
-from autoaccum.levers.precision import Precision, autocast_for, under_autocast
+from autoaccum.levers.precision import autocast_for, under_autocast
+from autoaccum.levers.space import LEVERS, Space, check_asked, space_for
 from autoaccum.records import Levers
 
-LEVERS: tuple[AbstractLever, ...] = (Checkpointing(), Precision(), OptimizerImpl(), Offload())
-
-__all__ = ["LEVERS", "AbstractLever", "Subject", "applied", "autocast_for", "under_autocast"]
+__all__ = [
+    "LEVERS",
+    "AbstractLever",
+    "Space",
+    "Subject",
+    "applied",
+    "autocast_for",
+    "check_asked",
+    "space_for",
+    "under_autocast",
+]
 
 
 @contextmanager
