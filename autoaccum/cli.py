@@ -1,6 +1,7 @@
 """The command line: options -> a search in a worker process -> a report. Thin: nothing is decided here.
 
-Exit codes: 0 done, 1 nothing fits, 2 the call or the target is wrong, 130 interrupted. torch is not imported here.
+Exit codes: 0 done, 1 nothing fits or a gate failed, 2 the call or the target is wrong, 130 interrupted. torch is not
+imported here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import click
 
+from autoaccum.comparing import compare, comparison_markdown, parse_max_regression, read_run
 from autoaccum.errors import AutoaccumError, NothingFitsError
 from autoaccum.records import PlanRecord, ProbeResult, to_json
 from autoaccum.report.files import write_whole
@@ -22,6 +24,14 @@ from autoaccum.worker.parent import WorkerError, search_in_worker
 _TARGET_HELP = """TARGET is what to train: file.py:function or package.module:function (no arguments; returns an
 autoaccum.Workload or (model, sample)), demo:gpt, demo:resnet, "hf:llama?hidden_size=256&num_hidden_layers=4&seq_len=128", or
 "torchvision:resnet50?image=224"."""
+
+
+_LEVERS_HELP = 'Which may be turned: none, exact, all, or names such as "checkpointing,precision".'
+
+
+def _levers(context: click.Context, option: click.Parameter, given: str | None) -> str | list[str] | None:
+    """One word, or names between commas; what they mean is checked where they are used."""
+    return given.split(",") if given is not None and "," in given else given
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -37,28 +47,44 @@ def cli() -> None:
     "--budget", help='All this process may hold on the device: "8GiB", "80%". Default: what is free, less a reserve.'
 )
 @click.option("--device", help='"cpu", "cuda:0", "virtual:8GiB". Default: where the target puts its model.')
-@click.option("--levers", default="none", show_default=True, help='Memory levers to search: "none".')
+@click.option(
+    "--levers", callback=_levers, metavar="LEVERS", help=_LEVERS_HELP + " Default: exact (without a target: none)."
+)
+@click.option(
+    "--objective", type=click.Choice(["throughput", "memory"]), default="throughput", show_default=True, help="What is best."
+)
 @click.option("--max-micro-batch", type=int, help="No micro-batch above this many samples.")
 @click.option(
     "--multiple-of", type=int, default=1, show_default=True, help="Micro-batches but the last are multiples of this."
 )
 @click.option("--equal-micro-batches", is_flag=True, help="One size for all micro-batches (HF Trainer, DeepSpeed).")
 @click.option("--time-budget", "time_budget_s", type=float, metavar="SECONDS", help="Try no further size after this.")
+@click.option("--storage", metavar="URL|FILE", help="Keep the trials in an Optuna storage, and go on from those there.")
+@click.option("--cache", metavar="FOLDER", help="Remember the plan; the same call then costs one probe.")
 @click.option("--inexact", is_flag=True, help="Without a target: stop when the limit is known to within 5 %.")
 @click.option("--json", "json_path", metavar="FILE", help="Write a Plan (without a target a ProbeResult); - for stdout.")
+@click.option("--html", "html_path", metavar="FILE", help="Write a page; - for stdout.")
 @click.option("--markdown", "markdown_path", metavar="FILE", help="Write a report; - for stdout.")
 @click.option("--progress/--no-progress", default=None, help="Show a bar. Default: when stderr is a terminal.")
 def probe_command(
-    target: str, device: str | None, json_path: str | None, markdown_path: str | None, progress: bool | None, **numbers: Any
+    target: str,
+    device: str | None,
+    json_path: str | None,
+    html_path: str | None,
+    markdown_path: str | None,
+    progress: bool | None,
+    **numbers: Any,
 ) -> None:
     """Search with real training steps and print the trials and the plan."""
-    _check_writable(json_path, markdown_path)
+    _check_writable(json_path, html_path, markdown_path)
+    if numbers["levers"] is None:
+        numbers["levers"] = "none" if numbers["target_batch"] is None else "exact"
     if numbers["time_budget_s"] is not None and not isfinite(numbers["time_budget_s"]):
         raise click.UsageError("--time-budget is not a number of seconds.")  # JSON would turn it into "no limit"
     request = {**{name: value for name, value in numbers.items() if name != "inexact"}, "exact": not numbers["inexact"]}
     with _shown(progress) as follower:
         found = search_in_worker(target, request, device, follower)
-    _report(found, json_path, markdown_path)
+    _report(found, json_path, html_path, markdown_path)
 
 
 @cli.command("predict", epilog=_TARGET_HELP)
@@ -73,12 +99,13 @@ def probe_command(
     help='"RTX 3060 12GB", "24GiB", or all: which is the smallest that trains this. May be given several times.',
 )
 @click.option("--budget", help='All the process may hold on the GPU: "8GiB", "80%". Default: all of it.')
-@click.option("--levers", default="none", show_default=True, help='Memory levers: "none".')
+@click.option("--levers", callback=_levers, metavar="LEVERS", help=_LEVERS_HELP + " Default: none.")
 @click.option("--max-micro-batch", type=int, help="No micro-batch above this many samples.")
 @click.option("--multiple-of", type=int, default=1, show_default=True, help="Micro-batches but the last: multiples of this.")
 @click.option("--equal-micro-batches", is_flag=True, help="One size for all micro-batches (HF Trainer, DeepSpeed).")
 @click.option("--world-size", type=int, default=1, show_default=True, help="Ranks that train together, a GPU each.")
 @click.option("--json", "json_path", metavar="FILE", help="Write a Plan; - for stdout.")
+@click.option("--html", "html_path", metavar="FILE", help="Write a page; - for stdout.")
 @click.option("--markdown", "markdown_path", metavar="FILE", help="Write a report; - for stdout.")
 @click.option("--picture", metavar="FILE", help="Draw the memory over one optimizer step: .svg or .png.")
 def predict_command(
@@ -86,18 +113,20 @@ def predict_command(
     gpus: tuple[str, ...],
     world_size: int,
     json_path: str | None,
+    html_path: str | None,
     markdown_path: str | None,
     picture: str | None,
     **numbers: Any,
 ) -> None:
     """Say what would fit on a GPU that is not here. Nothing is run, and a built-in target takes no memory."""
-    _check_writable(json_path, markdown_path)
+    _check_writable(json_path, html_path, markdown_path)
+    numbers["levers"] = numbers["levers"] or "none"
     from autoaccum.worker.child import predicted_target
 
     found = predicted_target(target, gpus, numbers, world_size, picture)
     if isinstance(found, str):
         raise WorkerError("user", found, ())
-    _report(found, json_path, markdown_path)
+    _report(found, json_path, html_path, markdown_path)
 
 
 @cli.command("check", epilog=_TARGET_HELP)
@@ -123,6 +152,59 @@ def check_command(target: str, rows: int, device: str | None, json_path: str | N
             _write(json_path, to_json(found))
     if not found.exact:
         raise click.exceptions.Exit(1)
+
+
+@cli.command("compare")
+@click.argument("base")
+@click.argument("new")
+@click.option(
+    "--max-regression", default="5%", show_default=True, metavar="SHARE", help='How much worse is allowed: "5%", "0.05".'
+)
+@click.option(
+    "--allow-different-environments", is_flag=True, help="Compare although device, model, optimizer or versions differ."
+)
+@click.option("--json", "json_path", metavar="FILE", help="Write a Comparison; - for stdout, instead of the table.")
+@click.option("--markdown", "markdown_path", metavar="FILE", help="Write the table to a file as well.")
+def compare_command(
+    base: str,
+    new: str,
+    max_regression: str,
+    allow_different_environments: bool,
+    json_path: str | None,
+    markdown_path: str | None,
+) -> None:
+    """Compare two saved runs: peaks, samples/s, largest micro-batch. Exit code 1 if one is worse by more than allowed.
+
+    BASE and NEW are files of `autoaccum probe --json`. The table is Markdown.
+    """
+    _check_writable(json_path, markdown_path)
+    found = compare(
+        _saved(base),
+        _saved(new),
+        parse_max_regression(max_regression),
+        base_name=base,
+        new_name=new,
+        allow_different_environments=allow_different_environments,
+    )
+    if json_path != "-":
+        click.echo(comparison_markdown(found), nl=False)
+    for path, text in ((json_path, to_json(found)), (markdown_path, comparison_markdown(found))):
+        if path not in (None, "-"):
+            _write(str(path), text)
+    if json_path == "-":
+        click.echo(to_json(found))
+    if not found.passed:
+        raise click.exceptions.Exit(1)
+
+
+@cli.command("report")
+@click.argument("run")
+@click.option("--html", "html_path", metavar="FILE", help="Write a page; - for stdout.")
+@click.option("--markdown", "markdown_path", metavar="FILE", help="Write a report; - for stdout.")
+def report_command(run: str, html_path: str | None, markdown_path: str | None) -> None:
+    """Render a saved run again. RUN is a file of `autoaccum probe --json`; nothing is run."""
+    _check_writable(html_path, markdown_path)
+    _report(_saved(run), None, html_path, markdown_path)
 
 
 @cli.command()
@@ -169,16 +251,18 @@ def _report_failure(error: WorkerError) -> int:
     return 1 if error.kind == "nothing fits" else 2
 
 
-def _report(found: PlanRecord | ProbeResult, json_path: str | None, markdown_path: str | None) -> None:
-    if "-" not in (json_path, markdown_path):
+def _report(
+    found: PlanRecord | ProbeResult, json_path: str | None, html_path: str | None, markdown_path: str | None
+) -> None:
+    if "-" not in (json_path, html_path, markdown_path):
         from autoaccum.report.terminal import show
 
         show(found)
-    for path, text in ((json_path, to_json(found)), (markdown_path, _markdown(found))):
+    for path, render in ((json_path, to_json), (html_path, _html), (markdown_path, _markdown)):
         if path == "-":
-            click.echo(text)
+            click.echo(render(found))
         elif path is not None:
-            _write(path, text)
+            _write(path, render(found))
 
 
 def _write(path: str, text: str) -> None:
@@ -191,10 +275,10 @@ def _write(path: str, text: str) -> None:
 def _check_writable(*paths: str | None) -> None:
     """Refuse a report that could not be written before the search, not after it."""
     if paths.count("-") > 1:
-        raise click.UsageError("only one report can go to stdout (-); give the other a file name.")
+        raise click.UsageError("only one report can go to stdout (-); give the others file names.")
     named = [Path(path).resolve() for path in paths if path not in (None, "-")]
     if len(set(named)) < len(named):
-        raise click.UsageError("both reports would go to one file; give them two names.")
+        raise click.UsageError("several reports would go to one file; give them names of their own.")
     if "" in paths:
         raise click.UsageError("a report's file name is empty.")
     for path in paths:
@@ -208,6 +292,17 @@ def _markdown(found: PlanRecord | ProbeResult) -> str:
     from autoaccum.report.text import plan_markdown, probe_markdown
 
     return plan_markdown(found) if isinstance(found, PlanRecord) else probe_markdown(found)
+
+
+def _saved(path: str) -> PlanRecord | ProbeResult:
+    """The run that a file holds; a file that cannot be read is an OSError, which ends with 2."""
+    return read_run(Path(path).read_bytes(), path)
+
+
+def _html(found: PlanRecord | ProbeResult) -> str:
+    from autoaccum.report.pages import plan_html, probe_html
+
+    return plan_html(found) if isinstance(found, PlanRecord) else probe_html(found)
 
 
 def _shown(progress: bool | None) -> Any:

@@ -16,9 +16,10 @@ from autoaccum.errors import InvalidRequestError
 from autoaccum.levers import Subject, applied, autocast_for
 from autoaccum.records import PlanRecord, from_json, to_json
 from autoaccum.report.files import write_whole
-from autoaccum.report.pages import plan_html
+from autoaccum.report.pages import plan_fragment, plan_html
 from autoaccum.report.tables import trial_rows
 from autoaccum.report.text import plan_markdown, plan_text
+from autoaccum.schedule import shares, split_rows
 from autoaccum.workload import unwrapped
 
 if TYPE_CHECKING:
@@ -51,10 +52,11 @@ class Plan(PlanRecord, frozen=True, kw_only=True, tag_field="record", tag="autoa
         """
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise InvalidRequestError(f"rank={rank!r} does not exist; expected 0 to {self.world_size - 1}.")
+        largest = split_rows(shares(self.target_batch, self.world_size)[0], self.accumulation_steps, self.multiple_of)[0]
         return schedule_for(
             self.target_batch,
             self.world_size,
-            self.max_micro_batch,
+            self.micro_batch if self.equal_micro_batches else largest,
             at_least=self.min_micro_batch,
             multiple_of=self.multiple_of,
             equal=self.equal_micro_batches,
@@ -101,7 +103,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, tag_field="record", tag="autoa
         return plan_markdown(self)
 
     def to_html(self) -> str:
-        """The plan and its trials as an HTML fragment."""
+        """The plan, its trade-offs, pictures and trials as one HTML page that needs nothing else, offline, on any screen."""
         return plan_html(self)
 
     @contextmanager
@@ -143,4 +145,4 @@ class Plan(PlanRecord, frozen=True, kw_only=True, tag_field="record", tag="autoa
         return plan_text(self)
 
     def _repr_html_(self) -> str:
-        return self.to_html()
+        return plan_fragment(self)

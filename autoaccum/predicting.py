@@ -18,24 +18,29 @@ from torch import nn
 
 from autoaccum.choose import Schedule, schedule_for
 from autoaccum.errors import InvalidRequestError, NothingFitsError
+from autoaccum.levers import Subject, space_for
 from autoaccum.prediction.allocator import Replay, replay
 from autoaccum.prediction.apart import ProcessDiedError, apart, can_run_apart
 from autoaccum.prediction.corrections import as_on, kernel_choices
 from autoaccum.prediction.forecast import in_blocks, reason_of
 from autoaccum.prediction.gpus import GPUS, Gpu
 from autoaccum.prediction.growth import Growth, NotAffineError, growth_of
-from autoaccum.prediction.trace import KINDS, Trace, fake_trace, is_refusal, load_fake_tensors, record_windows
+from autoaccum.prediction.timeline import timeline_of
+from autoaccum.prediction.trace import Trace, fake_trace, is_refusal, load_fake_tensors, record_windows
 from autoaccum.preserve import Snapshot, preserved
 from autoaccum.probing import MICRO_BATCHES_PER_WINDOW, WINDOWS_PER_PROBE
-from autoaccum.records import Environment, LimitedBy, Outlook, PlanRecord, Prediction, Timeline
+from autoaccum.records import Environment, Levers, LimitedBy, Outlook, PlanRecord, Prediction, Timeline
 from autoaccum.report.picture import drawing_to
+from autoaccum.request import Request, checked, largest_of_use
 from autoaccum.schedule import ladder, shares, whole_number
-from autoaccum.session import Request, checked
+from autoaccum.tradeoffs.choosing import recomputation
+from autoaccum.tradeoffs.points import with_blocks
 from autoaccum.units import Share, format_bytes, parse_size
 from autoaccum.workload import Workload, num_bytes
 
 T = TypeVar("T")
 
+_AS_IT_IS, _GPU = Levers(), torch.device("cuda")
 _ROOM_TO_RUN = 6  # weights, gradients, two optimizer states and a copy of the weights to put back, and some activations
 
 
@@ -90,11 +95,11 @@ def _isolated(run: Callable[[], T]) -> T:
 
 
 @final
-class Foresight:
+class GpuTraces:
     """Traces of one workload for any GPU; GPUs that would take the same kernels share them."""
 
-    def __init__(self, workload: Workload, multiple_of: int = 1) -> None:
-        self._workload, self._multiple_of = workload, multiple_of
+    def __init__(self, workload: Workload, multiple_of: int = 1, levers: Levers = _AS_IT_IS) -> None:
+        self._workload, self._multiple_of, self._levers = workload, multiple_of, levers
         self._known: list[tuple[Gpu, set[frozenset[str]], Growth]] = []
         self._refusal: str | None = None
 
@@ -123,7 +128,14 @@ class Foresight:
             seen |= notes
             return growth
         if found.is_users:  # raised again here, with its own traceback
-            fake_trace(self._workload, 2 * self._multiple_of, host_batch=False, adjusted=as_on(gpu))
+            fake_trace(
+                self._workload,
+                2 * self._multiple_of,
+                host_batch=False,
+                adjusted=as_on(gpu),
+                levers=self._levers,
+                device=_GPU,
+            )
         if found.is_not_affine:
             raise _not_affine(found.reason)
         self._refusal = found.reason
@@ -141,7 +153,15 @@ class Foresight:
         adjusted = as_on(gpu, seen=seen)
         try:
             growth = growth_of(
-                lambda rows: fake_trace(self._workload, rows, host_batch=False, sums_in_place=True, adjusted=adjusted),
+                lambda rows: fake_trace(
+                    self._workload,
+                    rows,
+                    host_batch=False,
+                    sums_in_place=True,
+                    adjusted=adjusted,
+                    levers=self._levers,
+                    device=_GPU,
+                ),
                 self._multiple_of,
                 checked=True,
             )
@@ -156,7 +176,14 @@ class Foresight:
         batch = self._workload.source.take(rows)
         try:
             return record_windows(
-                self._workload, batch, rows, host_batch=False, sums_in_place=True, adjusted=as_on(gpu, real=True)
+                self._workload,
+                batch,
+                rows,
+                host_batch=False,
+                sums_in_place=True,
+                adjusted=as_on(gpu, real=True),
+                levers=self._levers,
+                device=_GPU,
             )
         finally:
             snapshot.restore()
@@ -212,6 +239,12 @@ class _Found(NamedTuple):
     best: int | None
     played: Played
     schedule: Schedule | None
+    levers: Levers = _AS_IT_IS
+
+    def order(self) -> tuple[int, float, tuple[int, int]]:
+        """What is to be preferred: fewer micro-batches, then fewer operations, then less that is computed again."""
+        steps = 0 if self.schedule is None else len(self.schedule.sizes[0])
+        return steps, sum(self.played.growth.flops(1).values()), recomputation(self.levers)
 
 
 @final
@@ -225,16 +258,21 @@ class Predictor:
         self.share = shares(self.request.target_batch, world_size)[0]
         self.top, self.bound = self._top()
         self.sizes = self._sizes()
-        self.foresight = Foresight(workload, self.request.multiple_of)
+        self._traces: dict[Levers, GpuTraces] = {}
+        self.space = space_for(self.request.levers, self._subject())
+
+    def _subject(self) -> Subject:
+        optimizer = None if self.request.levers == "none" else self.workload.make_optimizer()
+        return Subject(self.workload.module, _GPU, optimizer, is_here=False)
+
+    def traces(self, levers: Levers) -> GpuTraces:
+        """Traces under these levers, made when they are first asked for."""
+        return self._traces.setdefault(levers, GpuTraces(self.workload, self.request.multiple_of, levers))
 
     def _top(self) -> tuple[int, LimitedBy]:
-        bounds: list[tuple[int | None, LimitedBy]] = [
-            (self.share, "target"),
-            (self.workload.source.length, "data"),
-            (self.request.max_micro_batch, "caller"),
-        ]
-        known = [(size, kind) for size, kind in bounds if size is not None]
-        return min(known, key=lambda item: item[0])
+        found = largest_of_use(self.request, self.share, self.workload.source.length)
+        assert found is not None  # the share is always known
+        return found
 
     def _sizes(self) -> Sequence[int]:
         multiple_of = self.request.multiple_of
@@ -259,8 +297,39 @@ class Predictor:
         return size
 
     def find(self, gpu: Gpu) -> _Found:
+        """The setting to use on this GPU: as it is, where that fits; else with as little computed again as fits.
+
+        Nothing is timed, so that a larger micro-batch is not bought with levers.
+        """
+        found = self._find(gpu, _AS_IT_IS)
+        if found.best is not None or self.space.is_trivial:
+            return found
+        turned = (self._turned(gpu, family) for family in self.space.families())
+        return min((other for other in turned if other is not None), key=_Found.order, default=found)
+
+    def _turned(self, gpu: Gpu, family: Levers) -> _Found | None:
+        """The largest size with all blocks checkpointed, with the smallest number of blocks with which that size fits."""
+        if family == _AS_IT_IS:
+            return None
+        if family.checkpointing == "off":
+            found = self._find(gpu, family)
+            return None if found.best is None else found
+        best: _Found | None = None
+        low, high = 0, self.space.num_blocks + 1
+        while high - low > 1:  # the first one with all blocks
+            blocks = high - 1 if best is None else (low + high) // 2
+            found = self._find(gpu, with_blocks(family, blocks))
+            if found.best is None or (best is not None and found.best < (best.best or 0)):
+                if best is None:
+                    return None
+                low = blocks
+            else:
+                best, high = found, blocks
+        return best
+
+    def _find(self, gpu: Gpu, levers: Levers) -> _Found:
         """The largest size of use that runs on this GPU without the allocator flushing its cache."""
-        basis = self.foresight.on(gpu)
+        basis = self.traces(levers).on(gpu)
         growth = basis.growth
         allowed = self.limit_bytes(gpu) - gpu.context_bytes
         low, high = 0, len(self.sizes)
@@ -273,10 +342,10 @@ class Predictor:
         for size in reversed(self.sizes[:low]):
             played = basis.replay(size)
             if played.reserved_bytes <= allowed:
-                return self._found(size, basis, played)
-        return _Found(None, basis.replay(self.sizes[0]), None)
+                return self._found(size, basis, played, levers)
+        return _Found(None, basis.replay(self.sizes[0]), None, levers)
 
-    def _found(self, size: int, basis: Basis, played: Played) -> _Found:
+    def _found(self, size: int, basis: Basis, played: Played, levers: Levers) -> _Found:
         assert self.request.target_batch is not None
         schedule = schedule_for(
             self.request.target_batch,
@@ -286,7 +355,7 @@ class Predictor:
             equal=self.request.equal_micro_batches,
         )
         used = schedule.micro_batch
-        return _Found(size, played if used == size else basis.replay(used), schedule)
+        return _Found(size, played if used == size else basis.replay(used), schedule, levers)
 
     def outlook(self, gpu: Gpu) -> Outlook:
         """One row of the table over GPUs."""
@@ -299,6 +368,7 @@ class Predictor:
             peak_bytes=found.played.reserved_bytes + gpu.context_bytes,
             micro_batch=None if sizes is None else max(sizes),
             accumulation_steps=None if sizes is None else len(sizes),
+            levers=found.levers,
         )
 
     def plan(self, gpu: Gpu, outlooks: Sequence[Outlook] = ()) -> PlanRecord:
@@ -312,7 +382,7 @@ class Predictor:
             raise NothingFitsError(self._needed(gpu, found.played), ())
         request, own = self.request, found.schedule.sizes[0]
         assert request.target_batch is not None
-        prediction = self._prediction(gpu, max(own), own, found.played, outlooks)
+        prediction = self._prediction(gpu, own, found, outlooks)
         return PlanRecord(
             target_batch=request.target_batch,
             world_size=self.world_size,
@@ -325,16 +395,19 @@ class Predictor:
             evidence="predicted",
             multiple_of=request.multiple_of,
             equal_micro_batches=request.equal_micro_batches,
+            levers=found.levers,
             budget_bytes=self.limit_bytes(gpu),
             predicted_peak_bytes=prediction.peak_bytes,
             warnings=(
                 *self.workload.warnings,
-                *self.foresight.notes(),
+                *self.traces(found.levers).notes(),
                 *found.schedule.warnings,
                 *self._doubts(gpu, prediction),
             ),
             memory=self.workload.account(prediction.by_kind.get("optimizer state")),
             prediction=prediction,
+            timeline=self.memory_over_time(gpu, max(own), found.levers),
+            skipped=self.space.skipped,
             environment=self._environment(gpu),
         )
 
@@ -366,12 +439,11 @@ class Predictor:
             "with autotune."
         ]
 
-    def _prediction(
-        self, gpu: Gpu, size: int, own: Sequence[int], played: Played, outlooks: Sequence[Outlook]
-    ) -> Prediction:
+    def _prediction(self, gpu: Gpu, own: Sequence[int], found: _Found, outlooks: Sequence[Outlook]) -> Prediction:
+        played = found.played
         growth, peak_bytes = played.growth, played.reserved_bytes + gpu.context_bytes
         event = played.replay.peak_event
-        held = growth.split(size, event, in_blocks)
+        held = growth.split(max(own), event, in_blocks)
         allocated = sum(held.values())
         error = interval_frac(self.workload.module)
         fixed, per_row = growth.flops(0), growth.flops(1)
@@ -391,19 +463,17 @@ class Predictor:
             ),
             phase=growth.phase_at(event),
             flops_per_step=flops // traced,
-            not_modelled=self.foresight.on(gpu).not_modelled,
+            not_modelled=self.traces(found.levers).on(gpu).not_modelled,
             outlooks=tuple(outlooks),
         )
 
-    def memory_over_time(self, gpu: Gpu, size: int) -> Timeline:
+    def memory_over_time(self, gpu: Gpu, size: int, levers: Levers) -> Timeline:
         """What is held over the last traced optimizer step, for a picture."""
-        growth = self.foresight.on(gpu).growth
-        held = growth.by_kind(size, in_blocks)
-        last = [mark for mark in growth.marks if mark.window == growth.marks[-1].window]
-        return Timeline(
+        return timeline_of(
+            self.traces(levers).on(gpu).growth,
+            size,
+            in_blocks,
             title=f"One optimizer step on a {gpu.name}, micro-batch {size}, predicted",
-            held_bytes={kind: tuple(map(int, row[last[0].event :])) for kind, row in zip(KINDS, held, strict=True)},
-            phases=tuple((mark.event - last[0].event, mark.phase) for mark in last),
             limit_bytes=self.limit_bytes(gpu) - gpu.context_bytes,
         )
 
@@ -450,6 +520,6 @@ def predict_workload(
     outlooks = [predictor.outlook(gpu) for gpu in gpus] if len(gpus) > 1 else []
     chosen = next((gpu for gpu, row in zip(gpus, outlooks, strict=False) if row.fits), gpus[-1])
     plan = predictor.plan(chosen, outlooks)
-    if draw is not None:
-        draw(predictor.memory_over_time(chosen, plan.micro_batch))
+    if draw is not None and plan.timeline is not None:
+        draw(plan.timeline)
     return plan

@@ -29,6 +29,8 @@ WINDOWS_PER_PROBE, MICRO_BATCHES_PER_WINDOW = 2, 2
 Measured with a GPT-2-small at micro-batch 4: the first micro-batch of the first step peaks 26 % lower.
 """
 
+IsEnough = Callable[[Sequence[float]], bool]
+
 _ABOUT_THE_SIZE = frozenset(Verdict) - {Verdict.DEAD}
 
 
@@ -97,6 +99,7 @@ def run_trial(
     windows: Sequence[Sequence[int]],
     feed: Callable[[Sequence[int]], Sequence[Any]],
     purpose: Any = "probe",
+    is_enough: IsEnough | None = None,
 ) -> Attempt:
     """Run the windows at the candidate's size under the budget and say whether they fitted.
 
@@ -106,6 +109,7 @@ def run_trial(
         windows: Sizes of the micro-batches of each optimizer step, in rows on this rank.
         feed: Gives the micro-batches of one window.
         purpose: See `Trial`.
+        is_enough: Asked with the times of all windows but the first; while it says no, the last window is run again.
 
     Returns:
         A complete trial. Step times leave out the first window.
@@ -121,7 +125,7 @@ def run_trial(
 
     def run() -> _Measured:
         with device.limited_to(budget_bytes):
-            return _run_windows(workload, device, candidate.levers, windows, feed, progress)
+            return _run_windows(workload, device, candidate.levers, windows, is_enough, feed, progress)
 
     try:
         came_out = attempted(run, _ABOUT_THE_SIZE)
@@ -151,6 +155,7 @@ def _run_windows(
     device: AbstractDevice,
     levers: Levers,
     windows: Sequence[Sequence[int]],
+    is_enough: IsEnough | None,
     feed: Callable[[Sequence[int]], Sequence[Any]],
     progress: Progress,
 ) -> _Measured:
@@ -158,14 +163,14 @@ def _run_windows(
     for parameter in workload.module.parameters():
         parameter.grad = None  # the user's gradients are in the snapshot; training starts without any
     batches = {tuple(sizes): feed(sizes) for sizes in windows}
-    resident, times = workload.resident(), []
+    resident, times_s = workload.resident(), list[float]()
     on_host = HostBytes()
     with device.watched(resident) as watch:
         optimizer = workload.make_optimizer()
         subject = subject_on(workload.module, device, optimizer)._replace(note_host_bytes=on_host.note)
         loss_of, scaler = under_autocast(workload.loss, levers, device.torch_device), scaler_for(levers, device.torch_device)
         with step_hooks_suspended(optimizer), applied(levers, subject):
-            for sizes in windows:
+            for sizes in _repeated(windows, times_s, is_enough):
                 begun = time.perf_counter()
                 loss = run_window(
                     batches[tuple(sizes)],
@@ -178,11 +183,20 @@ def _run_windows(
                     scaler=scaler,
                 )
                 device.synchronize()
-                times.append(time.perf_counter() - begun)
-                if len(times) == 1:
+                times_s.append(time.perf_counter() - begun)
+                if len(times_s) == 1:
                     _refuse_nan(loss)
         state_bytes = _state_bytes(optimizer)
-    return _Measured(watch, tuple(times[1:]), state_bytes, on_host.peak_bytes)
+    return _Measured(watch, tuple(times_s[1:]), state_bytes, on_host.peak_bytes)
+
+
+def _repeated(
+    windows: Sequence[Sequence[int]], times_s: Sequence[float], is_enough: IsEnough | None
+) -> Iterator[Sequence[int]]:
+    """The windows, and the last one again until that is enough; `times_s` grows while this is read."""
+    yield from windows
+    while is_enough is not None and not is_enough(times_s[1:]):
+        yield windows[-1]
 
 
 def _refuse_nan(loss: Tensor) -> None:

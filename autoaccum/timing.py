@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import comb
+from math import comb, sqrt
 from statistics import median, quantiles
 
 from autoaccum.records import Timing
 
 SETTLED_FRAC = 0.02  # a median whose interval is narrower than this, to either side, is known well enough
 _CONFIDENCE = 0.95
+_UNKNOWN_FRAC = 0.1  # by how much a single step may differ from the median of many
 
 
 def timing_of(times_s: Sequence[float]) -> Timing | None:
@@ -38,10 +39,11 @@ def is_settled(timing: Timing | None) -> bool:
 
 
 def noise_frac(timing: Timing) -> float:
-    """By how much the median may be off, as a fraction of it: its interval, or the quartiles where there is none."""
+    """By how much the median may be off, as a fraction of it: its interval; wider where too few steps ran to have one."""
     if timing.interval_frac is not None:
         return timing.interval_frac
-    return (timing.third_quartile_s - timing.first_quartile_s) / 2 / timing.median_s if timing.median_s else 0.0
+    spread = (timing.third_quartile_s - timing.first_quartile_s) / 2 / timing.median_s if timing.median_s else 0.0
+    return max(spread, _UNKNOWN_FRAC / sqrt(timing.num))
 
 
 def are_equal(one: Timing, other: Timing) -> bool:

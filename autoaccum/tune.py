@@ -6,9 +6,9 @@ What they do is in `session`; here are the arguments, their meaning and the bar.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,15 +16,19 @@ from torch.optim import Optimizer
 
 from autoaccum.batches.layout import BatchDim
 from autoaccum.batches.sources import SplitFn
+from autoaccum.cache import Cache
 from autoaccum.devices.base import AbstractDevice
 from autoaccum.errors import InvalidRequestError
+from autoaccum.exploring import Exploration
 from autoaccum.losses import LossFn, TrainingStep
 from autoaccum.plan import Plan
 from autoaccum.predicting import predict_workload
 from autoaccum.prediction.gpus import GPUS, Gpu, gpu_for
 from autoaccum.records import ProbeResult, Trial
-from autoaccum.session import Listener, Request, Search
+from autoaccum.request import Request
+from autoaccum.session import Listener, Search
 from autoaccum.workload import OptimizerFactory, Weight, Workload
+from autoaccum.writing import explored_plan
 
 
 def autotune(
@@ -40,15 +44,15 @@ def autotune(
     device: str | torch.device | AbstractDevice | None = None,
     batch_dim: BatchDim = None,
     split: SplitFn | None = None,
-    levers: str = "none",
-    objective: str = "throughput",
+    levers: str | Sequence[str] | Mapping[str, Any] = "exact",
+    objective: Literal["throughput", "memory"] = "throughput",
     max_micro_batch: int | None = None,
     multiple_of: int = 1,
     equal_micro_batches: bool = False,
     time_budget_s: float | None = None,
     process_group: Any = None,
-    storage: None = None,
-    cache: None = None,
+    storage: Any = None,
+    cache: str | Path | None = None,
     progress: bool | None = None,
 ) -> Plan:
     """Find how to take one optimizer step of `target_batch` samples inside the budget, by running it.
@@ -74,9 +78,16 @@ def autotune(
         device: None: the model's. Text ("cpu", "cuda:1", "virtual:8GiB"), a `torch.device`, or a `VirtualDevice`.
         batch_dim: Which dimension holds the rows, where it cannot be seen: an int, or `{leaf name: int or None}`.
         split: `split(batch, sizes) -> list of micro-batches`, for batches that cannot be cut by rows.
-        levers: "none"; memory levers are not searched yet.
-        objective: "throughput"; with no levers to choose between, the largest micro-batch that fits is taken.
-        storage, cache: None; shared studies and remembered plans are not available yet.
+        levers: Which may be turned. "exact": those that keep the numerics (activation checkpointing, the optimizer's
+            implementation, offload); "all": mixed precision as well; names of levers, or `{name: levels}`, where
+            `"blocks": [names of modules]` are the blocks to checkpoint instead of those that are found. "none": none, and
+            the largest micro-batch that fits is taken without comparing times.
+        objective: "throughput": the fastest optimizer step inside the budget; of those that are equal within the noise the
+            one that computes least again, then the one with the lowest peak. "memory": the lowest peak, the fastest among
+            equals.
+        storage: An Optuna storage, its URL ("sqlite:///runs.db"), or the name of a journal file (.log): an interrupted
+            search goes on from its trials, machines of a kind share one study, and optuna-dashboard shows it.
+        cache: A folder in which plans are remembered; the same call on the same setup then costs one probe.
         max_micro_batch: No micro-batch above this many rows.
         multiple_of: Every micro-batch but a rank's last is a multiple of it.
         equal_micro_batches: One size for all micro-batches, where one number must serve (HF Trainer, DeepSpeed).
@@ -113,26 +124,23 @@ def autotune(
         batch_dim=batch_dim,
         split=split,
     )
-    for name, value, available in (
-        ("objective", objective, "throughput"),
-        ("storage", storage, None),
-        ("cache", cache, None),
-    ):
-        if value != available:
-            raise InvalidRequestError(f"{name}={value!r} is not available in this version; expected {available!r}.")
     if target_batch is None:
         raise InvalidRequestError("target_batch=None: autotune needs a target; probe() says how many samples fit.")
     request = Request(
         target_batch=target_batch,
         budget=budget,
-        levers=levers,
+        levers=_plain(levers),
         max_micro_batch=max_micro_batch,
         multiple_of=multiple_of,
         equal_micro_batches=equal_micro_batches,
         time_budget_s=time_budget_s,
+        objective=objective,
+        cache=None if cache is None else str(cache),
     )
     with _shown(progress) as listener:
-        return tune_workload(workload, request, device=device, process_group=process_group, listener=listener)
+        return tune_workload(
+            workload, request, device=device, process_group=process_group, listener=listener, storage=storage
+        )
 
 
 def probe(
@@ -311,10 +319,19 @@ def tune_workload(
     process_group: Any = None,
     listener: Listener | None = None,
     log: Sequence[Trial] = (),
+    storage: Any = None,
 ) -> Plan:
     """What `autotune` does, going on from a log of trials already run."""
     with Search(workload, request, device, process_group, listener, log) as search:
-        return Plan.of(search.plan())
+        cache = None if request.cache is None else Cache(request.cache, search)
+        remembered = None if cache is None else cache.verified()
+        if remembered is not None:
+            return Plan.of(remembered)
+        stored = request.storage if storage is None else storage
+        if stored is not None:
+            search.use_study(stored)
+        plan = explored_plan(search, Exploration(search))
+        return Plan.of(plan if cache is None else cache.remember(plan))
 
 
 def probe_workload(
@@ -329,6 +346,13 @@ def probe_workload(
     """What `probe` does, going on from a log of trials already run."""
     with Search(workload, request, device, process_group, listener, log) as search:
         return search.result()
+
+
+def _plain(levers: str | Sequence[str] | Mapping[str, Any]) -> Any:
+    """As it can be written down; what it means, and whether it is right, is checked where it is used."""
+    if isinstance(levers, Mapping):
+        return {name: levels if isinstance(levels, str) else list(levels) for name, levels in levers.items()}
+    return list(levers) if isinstance(levers, (tuple, set, frozenset)) else levers
 
 
 class _Silent:

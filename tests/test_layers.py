@@ -17,16 +17,20 @@ ROWS = (
     ("records",),
     ("schedule", "caps", "timing"),
     ("search", "batches"),
-    ("choose", "devices", "preserve", "ranks", "calling"),
+    ("choose", "comparing", "tradeoffs", "devices", "preserve", "ranks", "calling"),
     ("levers",),
     ("losses", "catching", "gradients", "rewind", "sharding", "engines", "wrapped"),
     ("workload", "reduction"),
-    ("window", "budget"),
+    ("request",),
+    ("window", "budget", "fingerprint"),
     ("probing", "checking"),
     ("prediction",),
     ("report",),
+    ("study",),
     ("session",),
-    ("predicting",),
+    ("cache", "foreseeing", "predicting"),
+    ("exploring",),
+    ("writing",),
     ("plan",),
     ("tune", "accumulate"),
     ("targets",),
@@ -35,7 +39,7 @@ ROWS = (
     ("__main__", "__init__"),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
-WITHOUT_TORCH = ("errors", "units", "records", "schedule", "caps", "timing", "search", "choose", "cli")
+WITHOUT_TORCH = ("errors", "units", "records", "schedule", "caps", "timing", "search", "choose", "comparing", "tradeoffs", "cli")
 
 
 def unit_of(path: Path) -> str:

@@ -22,7 +22,7 @@ from autoaccum import InvalidRequestError, Plan, ranks
 from autoaccum.records import Fit, OutOfMemory, PlanRecord
 from autoaccum.report.pages import plan_html
 from autoaccum.report.text import plan_markdown, plan_text
-from autoaccum.session import Request
+from autoaccum.request import Request
 from autoaccum.tune import tune_workload
 from autoaccum.workload import Workload
 

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import autoaccum
 from autoaccum import InvalidRequestError, NothingFitsError, Plan, cli, predicting
 from autoaccum.errors import AutoaccumError
-from autoaccum.predicting import Foresight, interval_frac
+from autoaccum.predicting import GpuTraces, interval_frac
 from autoaccum.prediction.allocator import replay
 from autoaccum.prediction.gpus import GPUS, Gpu, gpu_for
 from autoaccum.prediction.growth import NotAffineError
@@ -92,7 +92,7 @@ def test_peak_is_inside_the_gpu_and_the_next_size_is_not(plan: Plan) -> None:
     assert plan.predicted_peak_bytes is not None
     assert plan.predicted_peak_bytes <= plan.budget_bytes == gpu_for(SMALL).total_bytes
     rows = -(-plan.target_batch // (plan.accumulation_steps - 1))
-    growth = Foresight(Workload(meta_model(), torch.randn(4, 8))).on(gpu_for(SMALL)).growth
+    growth = GpuTraces(Workload(meta_model(), torch.randn(4, 8))).on(gpu_for(SMALL)).growth
     assert replay(growth.events, growth.sizes(rows).tolist()).peak_reserved_bytes + gpu_for(SMALL).context_bytes > (
         plan.budget_bytes
     )
@@ -472,7 +472,7 @@ def test_picture_is_written(name: str, begins: bytes, tmp_path: Path) -> None:
 
 def test_timeline_peaks_where_the_plan_does(plan: Plan) -> None:
     """The picture's peak is the plan's allocated peak, and its phases cover the last step."""
-    request = autoaccum.session.Request(target_batch=plan.target_batch)
+    request = autoaccum.request.Request(target_batch=plan.target_batch)
     predictor = predicting.Predictor(Workload(meta_model(), torch.randn(4, 8)), request, 1)
     drawn = predictor.memory_over_time(gpu_for(SMALL), plan.micro_batch)
     total = np.sum(list(drawn.held_bytes.values()), axis=0)
@@ -610,7 +610,7 @@ def test_seven_billion_parameters_fit_a_laptop(run_child: Any) -> None:
         import resource, time
         from autoaccum.prediction.gpus import gpu_for
         from autoaccum.predicting import predict_workload
-        from autoaccum.session import Request
+        from autoaccum.request import Request
         from autoaccum.targets import load_target
         begun = time.monotonic()
         options = "hidden_size=4096&num_hidden_layers=32&num_attention_heads=32&intermediate_size=11008&vocab_size=32000"

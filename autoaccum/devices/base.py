@@ -118,6 +118,10 @@ class AbstractDevice(ABC):
     def place(self, batch: Any) -> Any:
         """A micro-batch on this device, as a training loop would put it there."""
 
+    def driver(self) -> str:
+        """The version of the device's driver, empty where there is none."""
+        return ""
+
     def off_device(self) -> AbstractContextManager[None]:
         """What is made inside lies in host memory and does not count on this device."""
         return nullcontext()

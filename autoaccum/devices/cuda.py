@@ -35,6 +35,9 @@ class CudaDevice(AbstractDevice):
         properties = torch.cuda.get_device_properties(self.torch_device)
         return f"{properties.name}, compute capability {properties.major}.{properties.minor}"
 
+    def driver(self) -> str:
+        return nvml.driver_version() or ""
+
     def total_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.torch_device)[1])  # of the MIG instance, not of its parent
 

@@ -32,6 +32,7 @@ class Subject(NamedTuple):
         off_device: What is made inside of it lies in host memory and does not count on the device.
         note_host_bytes: Is told how many bytes lie in host memory, whenever more are moved there.
         is_host: Host memory is what counts, so that nothing is won by moving there.
+        is_here: The device can be asked what it supports; of one that is not here, everything is believed.
         worth_moving_bytes: Smaller tensors stay on the device: moving them costs more time than they take room.
     """
 
@@ -41,6 +42,7 @@ class Subject(NamedTuple):
     off_device: Callable[[], AbstractContextManager[None]] = nullcontext
     note_host_bytes: Callable[[int], None] = _unnoted
     is_host: bool = False
+    is_here: bool = True
     worth_moving_bytes: int = 64 * 2**10
 
 

@@ -38,7 +38,7 @@ class Precision(AbstractLever):
         kind = subject.device.type
         if kind in _AUTOCASTING and torch.is_autocast_enabled(kind):
             return "autocast is on around the call, which is what the caller uses already"
-        return _reason_of_device(level, subject.device)
+        return _reason_of_device(level, subject.device) if subject.is_here else None
 
     @contextmanager
     def applied(self, levers: Levers, subject: Subject) -> Iterator[None]:

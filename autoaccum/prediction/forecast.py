@@ -22,9 +22,11 @@ from autoaccum.prediction.gpus import Gpu
 from autoaccum.prediction.growth import Growth, NotAffineError, growth_of
 from autoaccum.prediction.trace import Trace, fake_trace, is_refusal, load_fake_tensors, record_windows
 from autoaccum.preserve import Snapshot, random_states_kept
+from autoaccum.records import Levers
 from autoaccum.window import training_modes
 from autoaccum.workload import Workload
 
+_AS_IT_IS = Levers()
 _BLOCK_BYTES = 512  # kMinBlockSize in c10/core/AllocatorConfig.h: every request is rounded up to it
 _PAGE_BYTES = 4096
 _MMAP_BYTES = 64 * 2**10  # from here on glibc maps pages of their own, as devices/cpu.py sets it
@@ -76,35 +78,47 @@ class Forecast:
 
     def __init__(self, growth: Growth, *, unit: str, held_bytes: int, whole_batch: int | None = None) -> None:
         self.error_frac, self.noise_frac = _ERROR_FRAC[unit], _NOISE_FRAC[unit]
-        self._growth, self._held_bytes, self._whole_batch = growth, held_bytes, whole_batch
-        self._rounded = in_pages if unit == "pages" else in_blocks
+        self.growth, self._held_bytes, self._whole_batch = growth, held_bytes, whole_batch
+        self.rounded = in_pages if unit == "pages" else in_blocks
         self.peak_bytes: Callable[[int], int] = lru_cache(maxsize=None)(
             self._reserved_peak if unit == "segments" else self._live_peak
         )
 
+    def phase_peak_bytes(self, rows: int, *, in_optimizer: bool) -> int:
+        """The highest sum of live blocks in the optimizer's step, or in everything else."""
+        peak = self.growth.live_peak(rows, self.rounded, in_optimizer=in_optimizer)
+        return self._held_bytes + peak - self._weights_bytes(rows)
+
+    def start_bytes(self, rows: int) -> int:
+        """What of a trace is there before anything runs."""
+        return sum(self.growth.split(rows, self.growth.start_event, self.rounded).values())
+
+    def work_per_row(self, rows: int) -> float:
+        """Floating-point operations of forward and backward passes for one row."""
+        flops = self.growth.flops(rows)
+        return sum(count for phase, count in flops.items() if phase != "optimizer") / rows
+
     def _live_peak(self, rows: int) -> int:
         """Highest sum of live storages, above what the model held at the start."""
-        live = self._growth.live(rows, self._rounded)
+        live = self.growth.live(rows, self.rounded)
         return self._held_bytes + int(live.max()) - self._weights_bytes(rows) + self._rest_of_batch_bytes(rows)
 
     def _reserved_peak(self, rows: int) -> int:
         """What the caching allocator reserves, and what it does not own."""
         environment = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
-        played = replay(
-            self._growth.events, self._growth.sizes(rows).tolist(), settings=AllocatorSettings.parse(environment)
-        )
+        played = replay(self.growth.events, self.growth.sizes(rows).tolist(), settings=AllocatorSettings.parse(environment))
         return max(self._held_bytes, self._held_bytes - self._weights_bytes(rows) + played.peak_reserved_bytes)
 
     def _weights_bytes(self, rows: int) -> int:
         """What is there from the start: counted in what the device holds already."""
-        split = self._growth.split(rows, self._growth.start_event, self._rounded)
+        split = self.growth.split(rows, self.growth.start_event, self.rounded)
         return split["weights"] + split["optimizer state"]
 
     def _rest_of_batch_bytes(self, rows: int) -> int:
         if self._whole_batch is None or self._whole_batch <= rows:
             return 0
-        start = self._growth.start_event
-        whole, part = (self._growth.split(size, start, self._rounded)["batch"] for size in (self._whole_batch, rows))
+        start = self.growth.start_event
+        whole, part = (self.growth.split(size, start, self.rounded)["batch"] for size in (self._whole_batch, rows))
         return whole - part
 
 
@@ -115,6 +129,7 @@ def traced(
     multiple_of: int = 1,
     snapshot: Snapshot | None = None,
     budget_bytes: int | None = None,
+    levers: Levers = _AS_IT_IS,
 ) -> Traced:
     """Trace a workload at a few small sizes, on fake tensors or else on real ones.
 
@@ -122,17 +137,18 @@ def traced(
         multiple_of: Sizes are multiples of this.
         snapshot: Restores the workload after real passes; None: no real passes.
         budget_bytes: The limit under which real passes run.
+        levers: Turned while they run.
 
     Leaves behind:
         Nothing.
     """
-    found = _on_fake_tensors(workload, device, multiple_of)
+    found = _on_fake_tensors(workload, device, multiple_of, levers)
     if isinstance(found, Growth):
         return Traced(found)
     if snapshot is None or workload.device.type != "cpu" or not found.can_be_real:
         return Traced(None, f"No prediction: {found.reason}; sizes were searched by doubling and bisection.")
     try:
-        growth = growth_of(partial(_real, workload, device, snapshot, budget_bytes), multiple_of)
+        growth = growth_of(partial(_real, workload, device, snapshot, budget_bytes, levers), multiple_of)
     except Exception as error:  # noqa: BLE001 - as above
         text = (
             f"No prediction: {found.reason}, nor could small sizes be traced ({reason_of(error)}); sizes were searched by "
@@ -148,8 +164,8 @@ class _Refusal(NamedTuple):
     can_be_real: bool
 
 
-def _on_fake_tensors(workload: Workload, device: AbstractDevice, multiple_of: int) -> Growth | _Refusal:
-    attempt = partial(_attempted, partial(_fake, workload, device), multiple_of)
+def _on_fake_tensors(workload: Workload, device: AbstractDevice, multiple_of: int, levers: Levers) -> Growth | _Refusal:
+    attempt = partial(_attempted, partial(_fake, workload, device, levers), multiple_of)
     # In a process of its own, what the step keeps outside of the model (a cache, a list) does not come to hold fake tensors,
     # and where host memory counts, what fake tensors load does not stay. A process with a GPU's context cannot be copied.
     if not can_run_apart():
@@ -171,9 +187,16 @@ def _attempted(trace_at: Callable[[int], Trace], multiple_of: int) -> Growth | _
         return _Refusal(f"the training step does not run on fake tensors ({reason_of(error)})", is_refusal(error))
 
 
-def _fake(workload: Workload, device: AbstractDevice, rows: int) -> Trace:
-    in_place = device.unit != "storages"
-    return fake_trace(workload, rows, host_batch=device.is_host, sums_in_place=in_place, adjusted=_adjusted(device))
+def _fake(workload: Workload, device: AbstractDevice, levers: Levers, rows: int) -> Trace:
+    return fake_trace(
+        workload,
+        rows,
+        host_batch=device.is_host,
+        sums_in_place=device.unit != "storages",
+        adjusted=_adjusted(device),
+        levers=levers,
+        device=device.torch_device,
+    )
 
 
 def _adjusted(device: AbstractDevice) -> Adjusted | None:
@@ -201,7 +224,14 @@ def gpu_of(device: torch.device) -> Gpu:
     )
 
 
-def _real(workload: Workload, device: AbstractDevice, snapshot: Snapshot, budget_bytes: int | None, rows: int) -> Trace:
+def _real(
+    workload: Workload,
+    device: AbstractDevice,
+    snapshot: Snapshot,
+    budget_bytes: int | None,
+    levers: Levers,
+    rows: int,
+) -> Trace:
     try:
         with device.limited_to(device.total_bytes() if budget_bytes is None else budget_bytes):
             return record_windows(
@@ -210,6 +240,8 @@ def _real(workload: Workload, device: AbstractDevice, snapshot: Snapshot, budget
                 rows,
                 host_batch=device.is_host,
                 sums_in_place=device.unit != "storages",
+                levers=levers,
+                device=device.torch_device,
             )
     finally:
         snapshot.restore()

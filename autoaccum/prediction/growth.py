@@ -65,6 +65,17 @@ class Growth:
         sizes = rounded(self.sizes(rows))
         return np.cumsum(self._signs * sizes[self._blocks])
 
+    def live_peak(self, rows: int, rounded: Rounding, *, in_optimizer: bool) -> int:
+        """The most that is held at once, in bytes, in the optimizer's step or in everything else."""
+        live = self.live(rows, rounded)
+        ends = [mark.event for mark in self.marks[1:]] + [len(live)]
+        spans = [
+            live[mark.event : end]
+            for mark, end in zip(self.marks, ends, strict=True)
+            if (mark.phase == "optimizer") == in_optimizer and end > mark.event
+        ]
+        return max((int(span.max()) for span in spans), default=0)
+
     def split(self, rows: int, event: int, rounded: Rounding) -> dict[Kind, int]:
         """What is held after this event, by what it holds, in bytes."""
         sizes = rounded(self.sizes(rows))

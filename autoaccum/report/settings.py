@@ -10,6 +10,7 @@ from autoaccum.timing import are_equal
 from autoaccum.units import format_bytes, format_seconds
 
 _ORDER = ("chosen", "measured", "not allowed", "does not fit", "not run")
+_BASELINE = "baseline"
 _UNKNOWN_S = float("inf")  # sorts behind every time that is known
 
 
@@ -25,7 +26,9 @@ def _place(setting: Setting) -> tuple[int, float, str]:
 
 def baseline(settings: Sequence[Setting]) -> Setting | None:
     """The fastest setting that turns no lever, None where none was measured."""
-    return next((setting for setting in ordered(settings) if is_default(setting.levers) and setting.timing is not None), None)
+    return next(
+        (setting for setting in ordered(settings) if is_default(setting.levers) and setting.timing is not None), None
+    )
 
 
 def rate_of(plan: PlanRecord, setting: Setting) -> float | None:
@@ -44,10 +47,15 @@ def setting_cells(plan: PlanRecord) -> Cells:
         f"peak of {format_bytes(plan.budget_bytes)}",
         "optimizer step",
         "samples/s",
-        "against no lever",
-        "note",
+        "relative speed",
+        "relative memory",
     )
     return without_empty(header, [_cells(plan, setting, base) for setting in ordered(plan.settings)])
+
+
+def setting_notes(plan: PlanRecord) -> tuple[str, ...]:
+    """Why each setting stands as it does, in the order of `ordered`; empty where there is nothing to say."""
+    return tuple(setting.note for setting in ordered(plan.settings))
 
 
 def _cells(plan: PlanRecord, setting: Setting, base: Setting | None) -> tuple[str, ...]:
@@ -58,8 +66,8 @@ def _cells(plan: PlanRecord, setting: Setting, base: Setting | None) -> tuple[st
         _peak(plan, setting),
         _step(setting),
         rate_in_words(rate_of(plan, setting)),
-        "" if base is None else _against(setting, base),
-        setting.note,
+        "" if base is None else _speed(setting, base),
+        "" if base is None else _memory(setting, base),
     )
 
 
@@ -78,16 +86,16 @@ def _step(setting: Setting) -> str:
     return "-" if setting.predicted_step_s is None else f"{format_seconds(setting.predicted_step_s)} (predicted)"
 
 
-def _against(setting: Setting, base: Setting) -> str:
-    if setting is base or setting.timing is None or base.timing is None:
+def _speed(setting: Setting, base: Setting) -> str:
+    """How often the setting's step goes into the baseline's; no number where noise hides the difference."""
+    if setting is base:
+        return _BASELINE
+    if setting.timing is None or base.timing is None or not setting.timing.median_s:
         return "-"
-    parts = [_speed(base.timing.median_s, setting.timing.median_s, same=are_equal(setting.timing, base.timing))]
-    if setting.peak_bytes and base.peak_bytes:
-        parts.append(f"{setting.peak_bytes / base.peak_bytes:.2f}x the memory")
-    return ", ".join(filter(None, parts))
+    return "the same" if are_equal(setting.timing, base.timing) else f"{base.timing.median_s / setting.timing.median_s:.2f}x"
 
 
-def _speed(base_s: float, step_s: float, *, same: bool) -> str:
-    if same:
-        return "the same speed"
-    return f"{base_s / step_s:.2f}x the speed" if step_s else ""
+def _memory(setting: Setting, base: Setting) -> str:
+    if setting is base:
+        return _BASELINE
+    return f"{setting.peak_bytes / base.peak_bytes:.2f}x" if setting.peak_bytes and base.peak_bytes else "-"

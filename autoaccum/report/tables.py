@@ -12,7 +12,7 @@ from autoaccum.timing import is_settled, timing_of
 from autoaccum.units import format_bytes, format_seconds
 
 NO_LEVER = "none"
-COLUMNS_OF_WORDS = frozenset({"standing", "levers", "outcome", "message", "note", "GPU"})  # the others hold numbers
+COLUMNS_OF_WORDS = frozenset({"standing", "levers", "outcome", "note", "GPU"})  # the others hold numbers
 TRIAL_HEADER = ("micro-batch", "levers", "outcome", "peak", "optimizer step", "samples/s", "took")
 OUTLOOK_HEADER = ("GPU", "micro-batch x steps", "peak", "of", "levers")
 _PURPOSES = {"probe": "", "confirm": " (the plan's step)"}
@@ -130,7 +130,7 @@ def timing_in_words(timing: Timing) -> str:
 
     Example:
         >>> timing_in_words(timing_of([0.40, 0.41, 0.42]))
-        '410 ms (405 to 415 ms, n=3; too few steps to say how noisy)'
+        '410 ms (405 to 415 ms, n=3; too few to know the noise)'
     """
     first, third = format_seconds(timing.first_quartile_s), format_seconds(timing.third_quartile_s)
     unit = third.partition(" ")[2]
@@ -142,7 +142,7 @@ def _noise_in_words(timing: Timing) -> str:
     if is_settled(timing):
         return ""
     if timing.interval_frac is None:
-        return "; too few steps to say how noisy"
+        return "; too few to know the noise"
     return f"; noisy: \u00b1{100 * timing.interval_frac:.2g} %"
 
 

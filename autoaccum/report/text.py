@@ -9,14 +9,15 @@ from autoaccum.records import (
     CheckResult,
     Environment,
     Fit,
-    Levers,
     MemoryAccount,
     Outlook,
     PlanRecord,
     Prediction,
     ProbeResult,
+    Skipped,
 )
-from autoaccum.report.tables import TABLE_HEADER, table_rows
+from autoaccum.report.settings import setting_cells, setting_notes
+from autoaccum.report.tables import Cells, is_default, levers_in_words, timing_in_words, trial_cells, without_empty
 from autoaccum.units import format_bytes, format_seconds
 
 _LIMITS = {
@@ -44,9 +45,17 @@ def check_text(result: CheckResult) -> str:
 
 def plan_lines(plan: PlanRecord) -> list[tuple[str, str]]:
     """The plan as (what, value) pairs, in the order to read them."""
-    ranks = f" on rank {plan.rank} of {plan.world_size}" if plan.world_size > 1 else ""
+    found = plan.prediction
+    lines = plan_facts(plan)
+    if found is not None:
+        lines.append(("Not modelled", "; ".join(found.not_modelled)))
+    return lines + _environment_lines(plan.environment) + _outlook_lines(found.outlooks if found else ())
+
+
+def plan_facts(plan: PlanRecord) -> list[tuple[str, str]]:
+    """What the plan is and what it rests on, without where it was found and what it leaves out."""
     lines = [
-        ("Plan", f"{_sizes_in_words(plan.micro_batch_sizes)}{ranks} = one optimizer step of {plan.effective_batch} samples"),
+        ("Plan", plan_in_words(plan)),
         ("Largest micro-batch", _limit_in_words(plan.max_micro_batch, plan, "the next size of use for this target")),
         ("Memory", _plan_memory_in_words(plan)),
     ]
@@ -55,11 +64,27 @@ def plan_lines(plan: PlanRecord) -> list[tuple[str, str]]:
     elif plan.memory is not None:
         lines.append(("Of that", _account_in_words(plan.memory)))
     if plan.step_time_s is not None:
-        rate = f"{plan.samples_per_s:.4g} samples/s" if plan.samples_per_s else "-"
-        lines.append(("Speed", f"{format_seconds(plan.step_time_s)} per optimizer step, {rate}"))
-    lines.append(("Levers", _levers_in_words(plan.levers)))
-    lines += _environment_lines(plan.environment)
-    return lines + _outlook_lines(() if plan.prediction is None else plan.prediction.outlooks)
+        lines.append(("Speed", _speed_in_words(plan)))
+    if plan.objective == "memory":
+        lines.append(("Objective", "the lowest peak, and the fastest among equals"))
+    return [*lines, ("Levers", levers_in_words(plan.levers))]
+
+
+def plan_in_words(plan: PlanRecord) -> str:
+    """The micro-batches of one optimizer step on this rank, and what they make up."""
+    ranks = f" on rank {plan.rank} of {plan.world_size}" if plan.world_size > 1 else ""
+    return f"{_sizes_in_words(plan.micro_batch_sizes)}{ranks} = one optimizer step of {plan.effective_batch} samples"
+
+
+def _speed_in_words(plan: PlanRecord) -> str:
+    step = format_seconds(plan.step_time_s) if plan.timing is None else timing_in_words(plan.timing)
+    rate = f"{plan.samples_per_s:.4g} samples/s" if plan.samples_per_s else "-"
+    return f"{step} per optimizer step, {rate}"
+
+
+def skipped_in_words(skipped: Skipped) -> str:
+    """A level that was left out, and why."""
+    return f"{skipped.lever} {skipped.level}: {skipped.reason}"
 
 
 def _plan_memory_in_words(plan: PlanRecord) -> str:
@@ -78,7 +103,6 @@ def _prediction_lines(found: Prediction) -> list[tuple[str, str]]:
     return [
         ("Of that", parts),
         ("Work", f"{found.flops_per_step / 1e12:.4g} TFLOP per optimizer step and rank"),
-        ("Not modelled", "; ".join(found.not_modelled)),
     ]
 
 
@@ -87,24 +111,29 @@ def _outlook_lines(outlooks: Sequence[Outlook]) -> list[tuple[str, str]]:
     for row in outlooks:
         fits = f"{row.accumulation_steps} micro-batches of at most {row.micro_batch}" if row.fits else "does not fit"
         peak = f"{format_bytes(row.peak_bytes)} of {format_bytes(row.total_bytes)}"
-        lines.append((row.gpu, f"{fits}, {peak}, levers: {_levers_in_words(row.levers)}"))
+        lines.append((row.gpu, f"{fits}, {peak}, levers: {levers_in_words(row.levers)}"))
     return lines
 
 
 def probe_lines(result: ProbeResult) -> list[tuple[str, str]]:
     """The probe's result as (what, value) pairs, in the order to read them."""
+    return probe_facts(result) + _environment_lines(result.environment)
+
+
+def probe_facts(result: ProbeResult) -> list[tuple[str, str]]:
+    """What fits and what that rests on, without where it was found."""
     lines = [
         ("Largest micro-batch", _limit_in_words(result.max_micro_batch, result, "the next size")),
         ("Memory", _memory_in_words(result.measured_peak_bytes, result.budget_bytes)),
     ]
     if result.memory is not None:
         lines.append(("Of that", _account_in_words(result.memory)))
-    return lines + _environment_lines(result.environment)
+    return lines if is_default(result.levers) else [*lines, ("Levers", levers_in_words(result.levers))]
 
 
 def plan_text(plan: PlanRecord) -> str:
     """The plan as a few lines of text."""
-    return _as_text(plan_lines(plan), plan.warnings)
+    return _as_text([*plan_lines(plan), *(("Advice", text) for text in plan.advice)], plan.warnings)
 
 
 def probe_text(result: ProbeResult) -> str:
@@ -113,13 +142,25 @@ def probe_text(result: ProbeResult) -> str:
 
 
 def plan_markdown(plan: PlanRecord) -> str:
-    """The plan and its trials as Markdown."""
-    return _as_markdown("autoaccum plan", plan_lines(plan), plan.warnings, table_rows(plan.trials))
+    """The plan, its trade-offs and its trials as Markdown."""
+    head = ["## autoaccum plan", "", *_markdown_table(("", ""), plan_lines(plan))]
+    return _as_markdown(
+        head,
+        _section("Trade-offs", _settings_table(plan)),
+        _section("Advice", _markdown_list(plan.advice)),
+        _section("Trials", _table_of(trial_cells(plan.trials))),
+        _section("Left out", _markdown_list([skipped_in_words(skipped) for skipped in plan.skipped])),
+        _section("Notes", _markdown_list(plan.warnings)),
+    )
 
 
 def probe_markdown(result: ProbeResult) -> str:
     """The probe's result and its trials as Markdown."""
-    return _as_markdown("autoaccum probe", probe_lines(result), result.warnings, table_rows(result.trials))
+    return _as_markdown(
+        ["## autoaccum probe", "", *_markdown_table(("", ""), probe_lines(result))],
+        _section("Trials", _table_of(trial_cells(result.trials))),
+        _section("Notes", _markdown_list(result.warnings)),
+    )
 
 
 def _as_text(lines: Sequence[tuple[str, str]], warnings: Sequence[str]) -> str:
@@ -128,16 +169,40 @@ def _as_text(lines: Sequence[tuple[str, str]], warnings: Sequence[str]) -> str:
     return "\n".join(body + [f"{'Note':<{width}}  {text}" for text in warnings])
 
 
-def _as_markdown(
-    title: str, lines: Sequence[tuple[str, str]], warnings: Sequence[str], rows: Sequence[tuple[str, ...]]
-) -> str:
-    parts = [f"## {title}", "", "| | |", "|---|---|"]
-    parts += [f"| {_cell(what)} | {_cell(value)} |" for what, value in lines]
-    parts += ["", "### Trials", "", "| " + " | ".join(TABLE_HEADER) + " |", "|" + "---|" * len(TABLE_HEADER)]
-    parts += ["| " + " | ".join(map(_cell, row)) + " |" for row in rows]
-    if warnings:
-        parts += ["", "### Notes", "", *(f"- {_cell(text)}" for text in warnings)]
-    return "\n".join(parts) + "\n"
+def _as_markdown(*sections: Sequence[str]) -> str:
+    return "\n\n".join("\n".join(section) for section in sections if section) + "\n"
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    """The lines under a heading; without lines there is no heading either."""
+    return [f"### {title}", "", *lines] if lines else []
+
+
+def _settings_table(plan: PlanRecord) -> list[str]:
+    """The chosen row is bold from end to end."""
+    cells = setting_cells(plan)
+    noted = [(*row, note) for row, note in zip(cells.rows, setting_notes(plan), strict=True)]
+    header, rows = without_empty((*cells.header, "note"), [tuple(map(_cell, row)) for row in noted])
+    bold = [tuple(f"**{cell}**" if cell else "" for cell in row) if row[0] == "chosen" else row for row in rows]
+    return _markdown_rows(header, bold) if rows else []
+
+
+def _table_of(cells: Cells) -> list[str]:
+    return _markdown_table(*cells) if cells.rows else []
+
+
+def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return _markdown_rows(header, [tuple(map(_cell, row)) for row in rows])
+
+
+def _markdown_rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table of cells that are Markdown already."""
+    head = "| " + " | ".join(header) + " |" if any(header) else "| " * len(header) + "|"
+    return [head, "|" + "---|" * len(header), *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def _markdown_list(texts: Sequence[str]) -> list[str]:
+    return [f"- {_cell(text)}" for text in texts]
 
 
 def _cell(text: str) -> str:
@@ -153,9 +218,9 @@ def _sizes_in_words(sizes: Sequence[int]) -> str:
 
 
 def _limit_in_words(size: int, found: PlanRecord | ProbeResult, following: str) -> str:
-    above = [
-        t.candidate.micro_batch for t in found.trials if t.candidate.micro_batch > size and not isinstance(t.outcome, Fit)
-    ]
+    tried = [trial for trial in found.trials if trial.candidate.levers == found.levers]
+    failed = [trial.candidate.micro_batch for trial in tried if not isinstance(trial.outcome, Fit)]
+    above = [other for other in failed if other > size]
     if found.evidence == "predicted":
         basis = "predicted: nothing was run"
     elif found.evidence == "exact":
@@ -180,16 +245,6 @@ def _account_in_words(account: MemoryAccount) -> str:
     weights = account.trainable_bytes + account.frozen_bytes
     text = f"weights {format_bytes(weights)}, gradients {format_bytes(account.gradient_bytes)}"
     return text + f", optimizer state {format_bytes(account.optimizer_state_bytes)}"
-
-
-def _levers_in_words(levers: Levers) -> str:
-    defaults = Levers()
-    turned = [
-        f"{name} {getattr(levers, name)}"
-        for name in Levers.__struct_fields__
-        if getattr(levers, name) != getattr(defaults, name)
-    ]
-    return ", ".join(turned) or "none used"
 
 
 def _environment_lines(environment: Environment | None) -> list[tuple[str, str]]:

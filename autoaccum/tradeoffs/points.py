@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from autoaccum.records import Fit, Levers, Timing, Trial
 from autoaccum.timing import timing_of
 
@@ -48,3 +50,13 @@ def measured_points(trials: Sequence[Trial], rows_per_step: int) -> list[Measure
             peaks[point] = max(trial.outcome.peak_bytes, peaks.get(point, 0))
     found = ((point, timing_of(seconds)) for point, seconds in times.items())
     return [Measured(point, timing, peaks[point]) for point, timing in found if timing is not None]
+
+
+def with_blocks(levers: Levers, blocks: int) -> Levers:
+    """The same with so many blocks checkpointed."""
+    return msgspec.structs.replace(levers, checkpointed_blocks=blocks)
+
+
+def alike(one: Levers, other: Levers) -> bool:
+    """Whether they differ in nothing but the number of checkpointed blocks."""
+    return with_blocks(one, 0) == with_blocks(other, 0)

@@ -20,7 +20,7 @@ from autoaccum.devices.base import AbstractDevice
 from autoaccum.errors import AutoaccumError, NothingFitsError
 from autoaccum.predicting import predict_workload
 from autoaccum.records import Candidate, CheckResult, PlanRecord, Trial
-from autoaccum.session import Request
+from autoaccum.request import Request
 from autoaccum.targets import load_target
 from autoaccum.tune import gpus_for, probe_workload, tune_workload
 from autoaccum.worker.messages import Bounded, Failed, Finished, Job, Message, Planned, Probed, Started

@@ -22,7 +22,7 @@ from autoaccum.prediction.forecast import Forecast, Traced, in_blocks, in_pages,
 from autoaccum.prediction.growth import Growth, growth_of
 from autoaccum.prediction.trace import Trace, fake_trace
 from autoaccum.records import Fit, OutOfMemory
-from autoaccum.session import Request
+from autoaccum.request import Request
 from autoaccum.tune import tune_workload
 from autoaccum.workload import Workload
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from autoaccum.records import (
@@ -15,8 +16,12 @@ from autoaccum.records import (
     PlanRecord,
     ProbeResult,
     Refused,
+    Setting,
+    Skipped,
+    Timeline,
     Trial,
 )
+from autoaccum.timing import timing_of
 
 MIB = 2**20
 
@@ -76,9 +81,60 @@ def memory() -> MemoryAccount:
     )
 
 
+LEVERS = Levers(precision="bf16", checkpointing="full", checkpointed_blocks=6)
+STEADY, NOISY = (0.5,) * 12, (0.8, 0.9, 1.0, 1.0, 1.1, 1.2)
+
+
 @pytest.fixture
-def plan(trials: tuple[Trial, ...], environment: Environment, memory: MemoryAccount) -> PlanRecord:
-    """A plan with everything in it."""
+def settings() -> tuple[Setting, ...]:
+    """One setting of every standing, neither in the order of speed nor in that of standing; a note wants to be markup."""
+    fused, offload, loop = Levers(optimizer_impl="fused"), Levers(offload="cpu"), Levers(optimizer_impl="for-loop")
+    return (
+        Setting(
+            levers=loop, standing="not run", micro_batch=4, accumulation_steps=3, predicted_step_s=2.0, note="a | b <i>"
+        ),
+        Setting(
+            levers=offload, standing="does not fit", micro_batch=4, accumulation_steps=3, predicted_peak_bytes=150 * MIB
+        ),
+        measured(Levers(), 40, NOISY, micro_batch=2, accumulation_steps=6),
+        Setting(levers=Levers(precision="fp16"), standing="not allowed", micro_batch=4, accumulation_steps=3),
+        measured(fused, 44, (0.7, 0.7, 0.7), micro_batch=2, accumulation_steps=6),
+        measured(LEVERS, 22, STEADY, standing="chosen", micro_batch=4, accumulation_steps=3),
+    )
+
+
+def measured(levers: Levers, peak_mib: int, times_s: tuple[float, ...], **more: object) -> Setting:
+    """A setting that was run."""
+    known = {"levers": levers, "standing": "measured", "peak_bytes": peak_mib * MIB, "timing": timing_of(times_s)}
+    return Setting(**known | more)
+
+
+@pytest.fixture
+def timeline() -> Timeline:
+    """A step of eight events with the peak at the fifth; its title and a kind want to be markup."""
+    return Timeline(
+        title="One step <b>here</b>",
+        held_bytes={
+            "weights": (4 * MIB,) * 8,
+            "activations & <i>": (0, 2 * MIB, 4 * MIB, 8 * MIB, 9 * MIB, 4 * MIB, 0, 0),
+            "batch": (0,) * 8,
+        },
+        phases=((0, "data"), (1, "forward"), (4, "backward"), (6, "optimizer")),
+        limit_bytes=16 * MIB,
+    )
+
+
+@pytest.fixture
+def plan(
+    trials: tuple[Trial, ...],
+    settings: tuple[Setting, ...],
+    timeline: Timeline,
+    environment: Environment,
+    memory: MemoryAccount,
+) -> PlanRecord:
+    """A plan with everything in it; its trials were run under its levers, but for the first."""
+    levers_of = [Levers(), *[LEVERS] * (len(trials) - 1)]
+    run = [Candidate(micro_batch=t.candidate.micro_batch, levers=ls) for t, ls in zip(trials, levers_of, strict=True)]
     return PlanRecord(
         target_batch=22,
         world_size=2,
@@ -91,14 +147,19 @@ def plan(trials: tuple[Trial, ...], environment: Environment, memory: MemoryAcco
         min_micro_batch=2,
         limited_by="memory",
         evidence="measured",
-        levers=Levers(precision="bf16", checkpointing="full"),
+        levers=LEVERS,
         budget_bytes=100 * MIB,
         measured_peak_bytes=22 * MIB,
         step_time_s=0.5,
         samples_per_s=44.0,
-        trials=trials,
+        timing=timing_of(STEADY),
+        settings=settings,
+        advice=("more <b>memory</b>\nwould | help [red]e[/red]",),
+        trials=tuple(msgspec.structs.replace(t, candidate=candidate) for t, candidate in zip(trials, run, strict=True)),
+        skipped=(Skipped(lever="optimizer_impl", level="foreach", reason="it is <b>used</b> already."),),
         warnings=("a | b\nc <i>d</i> [red]e[/red]",),
         memory=memory,
+        timeline=timeline,
         environment=environment,
     )
 

@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from autoaccum.records import PlanRecord, ProbeResult, Trial
-from autoaccum.report.tables import TABLE_HEADER, table_rows
-from autoaccum.report.terminal import show, show_trials
+from autoaccum.report.settings import setting_cells
+from autoaccum.report.tables import trial_cells
+from autoaccum.report.terminal import show, show_settings, show_trials
 from autoaccum.report.text import plan_lines, probe_lines
 
 
@@ -26,14 +27,15 @@ def words(text: str) -> str:
 
 
 def test_plan_is_shown_whole(plan: PlanRecord) -> None:
-    """Every trial, every fact and every warning of a plan is printed."""
+    """Every trial, every setting, every fact and every warning of a plan is printed."""
     console, page = console_of()
     show(plan, console)
     shown = words(page.getvalue())
     for what, value in plan_lines(plan):
         assert what in shown and words(value) in shown
-    for row in table_rows(plan.trials):
-        assert " │ ".join(cell for cell in row) in re.sub(r" +│ +", " │ ", page.getvalue())
+    for row in trial_cells(plan.trials).rows + tuple(row[1:] for row in setting_cells(plan).rows):
+        assert " │ ".join(row) in re.sub(r" +│ +", " │ ", page.getvalue())
+    assert shown.index("Trials") < shown.index("Trade-offs") < shown.index("Largest micro-batch")
 
 
 def test_result_is_shown_whole(result: ProbeResult) -> None:
@@ -66,7 +68,7 @@ def test_trials_have_every_column(trials: tuple[Trial, ...]) -> None:
     show_trials(trials, console)
     header = page.getvalue().splitlines()[2]
     assert page.getvalue().startswith("Trials")
-    assert [cell.strip() for cell in header.strip("┃").split("┃")] == list(TABLE_HEADER)
+    assert [cell.strip() for cell in header.strip("┃").split("┃")] == list(trial_cells(trials).header)
 
 
 def test_failures_are_red(trials: tuple[Trial, ...]) -> None:
@@ -76,6 +78,59 @@ def test_failures_are_red(trials: tuple[Trial, ...]) -> None:
     lines = {line.split("│")[1]: line for line in page.getvalue().splitlines() if "│" in line}
     red = ["\x1b[31m" in line for line in lines.values()]
     assert red == [True, False, False, True, True, True, True, True, True, False, False]
+
+
+def test_the_chosen_setting_is_marked(plan: PlanRecord) -> None:
+    """The chosen setting comes first and is marked with a star where there are no colours, and no other one is."""
+    console, page = console_of()
+    show_settings(plan, console)
+    marked = [line.split("│")[1].strip() for line in page.getvalue().splitlines() if line.count("│") > 3]
+    assert marked == ["* chosen", "measured", "measured", "not allowed", "does not fit", "not run"]
+
+
+def test_the_chosen_setting_is_bold(plan: PlanRecord) -> None:
+    """On a terminal with colours the chosen setting is bold, and what was left out is dim."""
+    console, page = console_of(colour=True)
+    show_settings(plan, console)
+    lines = [line for line in page.getvalue().splitlines() if line.count("│") > 3]
+    assert ["\x1b[1;32m" in line for line in lines] == [True] + [False] * 5
+    assert ["\x1b[2m" in line for line in lines] == [False] * 3 + [True] * 3
+
+
+def test_notes_and_advice_stand_below_the_settings(plan: PlanRecord) -> None:
+    """Why a setting was left out, and then the advice, are printed below the trade-offs."""
+    console, page = console_of()
+    show_settings(plan, console)
+    shown = words(page.getvalue())
+    note = shown.index("Not run for-loop optimizer: a | b <i>")
+    assert shown.index("Trade-offs") < note < shown.index("Advice more <b>memory</b> would | help [red]e[/red]")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120])
+def test_a_narrow_terminal_loses_no_setting(plan: PlanRecord, width: int) -> None:
+    """On a terminal of any width every number of every setting is printed, and no line is too long."""
+    console, page = console_of(width)
+    show_settings(plan, console)
+    assert max(map(len, page.getvalue().splitlines())) <= width
+    shown = "".join(page.getvalue().replace("│", " ").split())
+    known = [word for row in setting_cells(plan).rows for cell in row[2:] for word in cell.split() if cell != "-"]
+    assert [word for word in known if word not in shown] == []
+
+
+def test_a_narrow_terminal_breaks_no_word(plan: PlanRecord) -> None:
+    """Where columns would be narrower than their words, a setting's numbers stand below its levers."""
+    console, page = console_of(80)
+    show_settings(plan, console)
+    shown = words(page.getvalue().replace("│", " "))
+    assert "* chosen full checkpointing of 6 blocks, bf16 micro-batch x steps: 4 x 3;" in shown
+    assert "optimizer step: 500 ms (500 to 500 ms, n=12); samples/s: 44; relative speed: 2.00x;" in shown
+
+
+def test_no_settings_no_table(bare_plan: PlanRecord) -> None:
+    """A plan without settings or advice prints nothing about them."""
+    console, page = console_of()
+    show_settings(bare_plan, console)
+    assert page.getvalue() == ""
 
 
 def test_no_trials_no_table() -> None:

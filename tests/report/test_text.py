@@ -7,7 +7,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from autoaccum.records import CheckResult, Evidence, LimitedBy, PlanRecord, ProbeResult
+from autoaccum.records import CheckResult, Evidence, Levers, LimitedBy, PlanRecord, ProbeResult
 from autoaccum.report.text import check_text, plan_lines, plan_markdown, plan_text, probe_lines, probe_markdown, probe_text
 
 
@@ -22,8 +22,8 @@ def test_lines_of_a_plan(plan: PlanRecord) -> None:
         ("Largest micro-batch", "4, limited by memory (measured: it ran, and 13 failed; sizes between them were not tried)"),
         ("Memory", "measured peak 22.00 MiB of a budget of 100 MiB"),
         ("Of that", "weights 4.00 MiB, gradients 3.00 MiB, optimizer state 6.00 MiB"),
-        ("Speed", "500 ms per optimizer step, 44 samples/s"),
-        ("Levers", "checkpointing full, precision bf16"),
+        ("Speed", "500 ms (500 to 500 ms, n=12) per optimizer step, 44 samples/s"),
+        ("Levers", "full checkpointing of 6 blocks, bf16"),
         ("Model", "<script>alert(1)</script>, optimizer AdamW"),
         ("Probed with", "8 rows:\ninput_ids (8, 16)"),
         ("Device", "cuda:0 (A | B [bold]GPU[/bold]), torch 2.6.0"),
@@ -36,7 +36,7 @@ def test_lines_of_a_bare_plan(bare_plan: PlanRecord) -> None:
         ("Plan", "7 (1 micro-batch) = one optimizer step of 7 samples"),
         ("Largest micro-batch", "7, limited by the target itself: everything fits at once (predicted: nothing was run)"),
         ("Memory", "budget 100 MiB, peak not measured"),
-        ("Levers", "none used"),
+        ("Levers", "none"),
     ]
 
 
@@ -86,10 +86,10 @@ def test_every_limit_and_evidence_has_its_own_words(bare_plan: PlanRecord) -> No
 
 
 def test_text_is_aligned(plan: PlanRecord) -> None:
-    """In the text, all values begin in one column, and each warning follows as a note."""
-    text = plan_text(changed(plan, environment=None, warnings=("first", "second")))
+    """In the text, all values begin in one column, and the advice and each warning follow as notes."""
+    text = plan_text(changed(plan, environment=None, advice=("more",), warnings=("first", "second")))
     lines = text.splitlines()
-    assert lines[-2:] == ["Note                 first", "Note                 second"]
+    assert lines[-3:] == ["Advice               more", "Note                 first", "Note                 second"]
     assert {line[19:21] for line in lines} == {"  "} and {line[21] != " " for line in lines} == {True}
 
 
@@ -106,7 +106,10 @@ def test_markdown_rows_are_whole(kind: str, request: pytest.FixtureRequest) -> N
     text = plan_markdown(record) if kind == "plan" else probe_markdown(record)
     columns = [line.replace("\\|", "").count("|") for line in text.splitlines() if line.startswith("|")]
     facts = len(plan_lines(record) if kind == "plan" else probe_lines(record))
-    assert columns == [3] * (2 + facts) + [7] * (2 + len(record.trials))
+    if kind == "plan":
+        assert columns == [3] * (2 + facts) + [10] * (2 + len(record.settings)) + [8] * (2 + len(record.trials))
+    else:
+        assert columns == [3] * (2 + facts) + [7] * (2 + len(record.trials))
 
 
 @pytest.mark.parametrize("kind", ["plan", "result"])
@@ -114,20 +117,52 @@ def test_markdown_holds_no_markup_of_others(kind: str, request: pytest.FixtureRe
     """A text that is HTML is shown as text."""
     record = request.getfixturevalue(kind)
     text = plan_markdown(record) if kind == "plan" else probe_markdown(record)
-    assert "<script>" not in text and "<i>" not in text
+    assert "<script>" not in text and "<i>" not in text and "<b>" not in text
     assert "&lt;script>alert(1)&lt;/script>" in text or "&lt;script&gt;alert(1)&lt;/script&gt;" in text
 
 
 def test_markdown_sections(plan: PlanRecord) -> None:
-    """The report has the plan, its trials and its notes under headings, and ends with a line break."""
+    """The report has the plan, its trade-offs, trials and notes under headings, and ends with a line break."""
     text = plan_markdown(plan)
-    assert [line for line in text.splitlines() if line.startswith("#")] == ["## autoaccum plan", "### Trials", "### Notes"]
+    assert [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")] == [
+        "autoaccum plan",
+        "Trade-offs",
+        "Advice",
+        "Trials",
+        "Left out",
+        "Notes",
+    ]
     assert text.endswith("\n") and not text.endswith("\n\n")
 
 
-def test_markdown_without_warnings_has_no_notes(bare_plan: PlanRecord) -> None:
-    """Without a warning there is no section of notes."""
-    assert "### Notes" not in plan_markdown(bare_plan)
+def test_markdown_has_no_empty_section(bare_plan: PlanRecord) -> None:
+    """What there is nothing of has no heading."""
+    assert "###" not in plan_markdown(bare_plan)
+
+
+def test_markdown_marks_the_chosen_setting(plan: PlanRecord) -> None:
+    """The chosen setting is the first row of the trade-offs, and the only one in bold."""
+    rows = [line for line in plan_markdown(plan).splitlines() if line.count("|") > 8][2:8]
+    assert rows[0].startswith("| **chosen** | **full checkpointing of 6 blocks, bf16** | **4 x 3** |")
+    assert ["**" in row for row in rows] == [True] + [False] * 5
+
+
+def test_markdown_has_notes_of_settings(plan: PlanRecord) -> None:
+    """Why a setting was left out stands in the last column of the trade-offs."""
+    assert "| - | - | a \\| b &lt;i&gt; |" in plan_markdown(plan)
+
+
+def test_objective_is_said_where_it_is_memory(bare_plan: PlanRecord) -> None:
+    """A plan that was made for the lowest peak says so."""
+    assert ("Objective", "the lowest peak, and the fastest among equals") in plan_lines(
+        changed(bare_plan, objective="memory")
+    )
+
+
+def test_failures_under_other_levers_are_no_limit(plan: PlanRecord) -> None:
+    """What failed under other levers than the plan's says nothing about its largest micro-batch."""
+    other = changed(plan, levers=Levers(), limited_by="caller")
+    assert plan_lines(other)[1][1].endswith("(measured: it ran, and no larger size was tried)")
 
 
 def test_markdown_notes_are_one_line_each(plan: PlanRecord) -> None:

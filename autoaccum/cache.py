@@ -1,0 +1,85 @@
+"""Plans remembered in a folder: a second start with the same model, data, device and request costs one probe.
+
+The files are JSON; one that is damaged, old, or not of this very setup is ignored with a warning.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import final
+
+import msgspec
+
+from autoaccum.errors import AutoaccumError
+from autoaccum.fingerprint import digest, fingerprint_of
+from autoaccum.records import Fit, PlanRecord, Record, from_json, to_json
+from autoaccum.report.files import write_whole
+from autoaccum.session import Search
+
+_MOST_BYTES = 32 * 2**20  # a plan with hundreds of trials takes one
+
+
+class _File(Record, frozen=True, kw_only=True):
+    """What lies in a file: `plan` is the JSON of a plan."""
+
+    fingerprint: dict[str, str]
+    plan: str
+
+
+@final
+class Cache:
+    """The remembered plan of one search; the folder need not be there yet."""
+
+    def __init__(self, folder: str | Path, search: Search) -> None:
+        self._search = search
+        self._fingerprint = fingerprint_of(search.workload, search.device, search.request, search.ranks.world_size)
+        self._path = Path(folder) / f"{digest(self._fingerprint)[:24]}-rank{search.ranks.rank}.json"
+
+    def verified(self) -> PlanRecord | None:
+        """The remembered plan, if its micro-batch still fits, which one probe shows; else None.
+
+        All ranks have to have one, and every rank probes.
+        """
+        found = self._read()
+        if not all(self._search.ranks.gather(found is not None)) or found is None:
+            return None
+        trial = self._search.probe(found.levers, found.micro_batch)
+        if not isinstance(trial.outcome, Fit):
+            self._search.warnings.append(
+                f"The remembered plan ({self._path}) does not fit any more, so the search was run again."
+            )
+            return None
+        return msgspec.structs.replace(
+            found,
+            evidence="measured",
+            budget_bytes=self._search.budget.budget_bytes,
+            measured_peak_bytes=trial.outcome.peak_bytes,
+            trials=tuple(self._search.trials),
+            warnings=(*found.warnings, "A remembered plan, verified by one probe; what it is based on was run before."),
+            environment=self._search.environment(),
+        )
+
+    def remember(self, plan: PlanRecord) -> PlanRecord:
+        """Write the plan down; where that cannot be, the plan says so."""
+        text = to_json(_File(fingerprint=self._fingerprint, plan=to_json(plan)))
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path, text)
+        except OSError as error:
+            note = f"The plan could not be remembered: {error}."
+            return msgspec.structs.replace(plan, warnings=(*plan.warnings, note))
+        return plan
+
+    def _read(self) -> PlanRecord | None:
+        try:
+            if not self._path.exists():
+                return None
+            if not self._path.is_file() or self._path.stat().st_size > _MOST_BYTES:
+                raise OSError("it is no file of a plan")
+            held = msgspec.json.decode(self._path.read_bytes(), type=_File)
+            if held.fingerprint != self._fingerprint:
+                raise OSError("it is of another setup")
+            return from_json(held.plan, PlanRecord)
+        except (OSError, msgspec.MsgspecError, AutoaccumError, RecursionError, ValueError) as error:
+            self._search.warnings.append(f"The remembered plan {self._path} was ignored: {error}.")
+            return None

@@ -1,0 +1,258 @@
+"""The trials of a search as a study of Optuna's: a store that survives, that machines share, and a sampler of large spaces.
+
+Everything goes through Optuna's own storages, so that optuna-dashboard shows it. A trial of ours is kept whole in the
+attribute "trial" of Optuna's trial; its parameters are the levers and the micro-batch, its value the seconds of one
+optimizer step (and, for the objective "memory", the peak). What ran out of memory violates the constraint.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import log
+from typing import TYPE_CHECKING, Any, Literal, final
+
+import msgspec
+import psutil
+
+from autoaccum.errors import InvalidRequestError
+from autoaccum.fingerprint import digest
+from autoaccum.records import Candidate, Fit, Levers, Trial
+from autoaccum.tradeoffs.points import Point
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.distributions import BaseDistribution
+    from optuna.trial import FrozenTrial
+
+_CHOICES = {
+    "checkpointing": ("off", "selective", "full"),
+    "precision": ("fp32", "tf32", "bf16", "fp16"),
+    "optimizer_impl": ("default", "for-loop", "foreach", "fused"),
+    "offload": ("off", "cpu"),
+}
+_MOST_ROWS, _MOST_BLOCKS = 10**9, 10**5
+_MOST_ASKS = 30  # suggestions that are no setting worth running, before the first one that is gets its turn
+_NO_PEAK = 1.0  # the constraint of a trial without a measured peak: above the budget by one budget
+
+
+@final
+class Study:
+    """One study, named by a fingerprint of what is searched, so that other searches in the same storage stay apart.
+
+    Args:
+        storage: A URL ("sqlite:///runs.db"), a file name that ends in .log or .journal, or an Optuna storage.
+        fingerprint: What the trials depend on: those of another one are never taken over.
+        budget_bytes: What a peak must not exceed.
+        objective: "throughput" is sampled by TPE for the step time, "memory" by NSGA-II for step time and peak.
+        seed: The same seed gives the same suggestions after the same trials.
+
+    Raises:
+        InvalidRequestError: When the storage cannot be opened.
+    """
+
+    def __init__(self, storage: Any, fingerprint: dict[str, str], *, budget_bytes: int, objective: str, seed: int) -> None:
+
+        self._seed, self._objective, self._budget_bytes = seed, objective, budget_bytes
+        self._asked: tuple[optuna.Trial, Point] | None = None
+        self._running: optuna.Trial | None = None
+        with _quiet():
+            self._study = _opened(storage, f"autoaccum-{digest(fingerprint)[:12]}", objective)
+            if not self._study.user_attrs:
+                for name, value in fingerprint.items():
+                    self._study.set_user_attr(name, value)
+        self._end_abandoned()
+        self._seen: set[int] = set()
+
+    # -- the log
+
+    def news(self) -> list[Trial]:
+        """What has been finished since this was asked last, by earlier runs and by other machines, in the order begun."""
+        found = []
+        for other in self._study.get_trials(deepcopy=False):
+            if other.state.is_finished() and other.number not in self._seen:
+                self._seen.add(other.number)
+                found.append(_trial_in(other))
+        return [trial for trial in found if trial is not None]
+
+    def busy(self) -> set[Point]:
+        """What other machines are running now."""
+        own = None if self._running is None else self._running.number
+        running = (other for other in self._study.get_trials(deepcopy=False) if other.state.name == "RUNNING")
+        return {_point_in(other) for other in running if other.number != own and len(other.params) > len(_CHOICES) + 1}
+
+    def begin(self, candidate: Candidate) -> None:
+        """This is going to run here."""
+        point = Point(candidate.levers, candidate.micro_batch)
+        if self._asked is not None and self._asked[1] == point:
+            self._running = self._asked[0]
+            self._running.suggest_int("checkpointed_blocks", 0, _MOST_BLOCKS)
+        else:
+            self._running = self._claimed(_params_of(point))
+        self._asked = None
+        self._running.set_user_attr("owner", f"{socket.gethostname()}:{os.getpid()}")
+
+    def end(self, trial: Trial) -> None:
+        """This came of it."""
+        from optuna.trial import TrialState
+
+        running = self._running
+        if running is None:  # run by a worker that has died since
+            self.begin(trial.candidate)
+            running = self._running
+        assert running is not None
+        running.set_user_attr("trial", msgspec.json.encode(trial).decode())
+        running.set_user_attr("purpose", trial.purpose)
+        running.set_constraint("memory", self._excess(trial))
+        values = self._values(trial)
+        with _quiet():
+            self._study.tell(running.number, values, state=TrialState.PRUNED if values is None else TrialState.COMPLETE)
+        self._seen.add(running.number)
+        self._running = None
+
+    def _values(self, trial: Trial) -> list[float] | None:
+        """Only whole optimizer steps have a value."""
+        fit = trial.outcome
+        if trial.purpose != "confirm" or not isinstance(fit, Fit) or fit.median_step_s is None:
+            return None
+        return [fit.median_step_s] if self._objective == "throughput" else [fit.median_step_s, float(fit.peak_bytes)]
+
+    def _excess(self, trial: Trial) -> float:
+        peak = getattr(trial.outcome, "peak_bytes", None)
+        return _NO_PEAK if peak is None else (peak - self._budget_bytes) / max(self._budget_bytes, 1)
+
+    def _claimed(self, params: dict[str, Any]) -> optuna.Trial:
+        """A running trial with these parameters; one that another machine has queued meanwhile is left to it."""
+        for _ in range(_MOST_ASKS):
+            self._study.enqueue_trial(params)
+            asked = self._study.ask(_distributions())
+            if asked.params == params:
+                return asked
+            self._study.enqueue_trial(asked.params)
+            self._fail(asked.number)
+        raise InvalidRequestError("the study's queue holds trials of somebody else; use another storage or study.")
+
+    def _end_abandoned(self) -> None:
+        """Trials of processes of this machine that are gone, as after kill -9."""
+        for other in self._study.get_trials(deepcopy=False):
+            if other.state.name == "RUNNING":
+                host, _, pid = other.user_attrs.get("owner", "").rpartition(":")
+                if host == socket.gethostname() and not psutil.pid_exists(int(pid)):
+                    self._fail(other.number)
+
+    def _fail(self, number: int) -> None:
+        from optuna.trial import TrialState
+
+        with _quiet():
+            self._study.tell(number, state=TrialState.FAIL)
+
+    # -- large spaces
+
+    def sampled(self, points: Sequence[Point]) -> Point | None:
+        """One of these points, as the sampler suggests after everything that has been told; None of none.
+
+        What it suggests and is not among them is told to be pruned, without running.
+        """
+        from optuna.trial import TrialState
+
+        if not points:
+            return None
+        for _ in range(_MOST_ASKS):
+            self._study.sampler = self._sampler()
+            asked = self._study.ask(_space_of(points))
+            family = [point for point in points if all(asked.params[n] == getattr(point.levers, n) for n in _CHOICES)]
+            if family:
+                nearest = min(family, key=lambda point: abs(log(point.micro_batch / asked.params["micro_batch"])))
+                self._asked = (asked, nearest)
+                return nearest
+            with _quiet():
+                self._study.tell(asked, state=TrialState.PRUNED)
+            self._seen.add(asked.number)
+        return points[0]
+
+    def _sampler(self) -> Any:
+        """Made anew for each suggestion, from the seed and the number of trials: a study that goes on suggests the same."""
+        from optuna.samplers import NSGAIISampler, TPESampler
+
+        seed = self._seed + len(self._study.get_trials(deepcopy=False))
+        return TPESampler(seed=seed) if self._objective == "throughput" else NSGAIISampler(seed=seed, population_size=10)
+
+
+def _opened(storage: Any, name: str, objective: str) -> optuna.Study:
+    import optuna
+
+    minimize: Literal["minimize"] = "minimize"
+    try:
+        return optuna.create_study(
+            storage=_storage_named(storage),
+            study_name=name,
+            directions=[minimize] * (1 if objective == "throughput" else 2),
+            load_if_exists=True,
+        )
+    except Exception as error:
+        raise InvalidRequestError(
+            f"storage={storage!r} cannot be opened: {type(error).__name__}: {error}. Expected a URL such as "
+            "'sqlite:///runs.db', a file name that ends in .log, or an Optuna storage."
+        ) from error
+
+
+def _storage_named(storage: Any) -> Any:
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    if isinstance(storage, str) and storage.endswith((".log", ".journal")) and "://" not in storage:
+        return JournalStorage(JournalFileBackend(storage))
+    return storage
+
+
+def _distributions() -> dict[str, BaseDistribution]:
+    from optuna.distributions import CategoricalDistribution, IntDistribution
+
+    choices: dict[str, BaseDistribution] = {name: CategoricalDistribution(levels) for name, levels in _CHOICES.items()}
+    return choices | {
+        "checkpointed_blocks": IntDistribution(0, _MOST_BLOCKS),
+        "micro_batch": IntDistribution(1, _MOST_ROWS, log=True),
+    }
+
+
+def _space_of(points: Sequence[Point]) -> dict[str, BaseDistribution]:
+    """What is sampled: the number of blocks follows from the rest."""
+    from optuna.distributions import CategoricalDistribution, IntDistribution
+
+    choices: dict[str, BaseDistribution] = {name: CategoricalDistribution(levels) for name, levels in _CHOICES.items()}
+    sizes = [point.micro_batch for point in points]
+    return choices | {"micro_batch": IntDistribution(min(sizes), max(sizes), log=True)}
+
+
+def _params_of(point: Point) -> dict[str, Any]:
+    levers = {name: getattr(point.levers, name) for name in _CHOICES}
+    return {**levers, "checkpointed_blocks": point.levers.checkpointed_blocks, "micro_batch": point.micro_batch}
+
+
+def _point_in(other: FrozenTrial) -> Point:
+    params = dict(other.params)
+    size = int(params.pop("micro_batch"))
+    return Point(Levers(**params), size)
+
+
+def _trial_in(other: FrozenTrial) -> Trial | None:
+    """What we wrote into it; nothing that somebody else wrote is trusted."""
+    try:
+        return msgspec.json.decode(other.user_attrs.get("trial", ""), type=Trial)
+    except (msgspec.MsgspecError, TypeError):
+        return None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Optuna tells of every trial otherwise."""
+    import optuna
+
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(before)
