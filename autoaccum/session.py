@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
+from math import inf
 from typing import Any, Literal, Protocol, final
 
 import torch
@@ -57,8 +58,9 @@ from autoaccum.workload import Workload
 _INEXACT_FRAC = 0.05  # exact=False ends when the limit is known to within 5 %
 _WORTH_PREDICTING = 3  # sizes; fewer are tried in less time than two traces take
 _MOST_CONFIRMS = 3  # plans whose own step failed, before it is not the size that is at fault
-_MEASURED_S = 10.0  # a setting's optimizer steps are repeated no longer than this
-_MOST_STEPS = 100  # nor more often
+_MEASURED_S = 5.0  # a setting's optimizer steps are repeated no longer than this
+_MOST_STEPS = 50  # nor more often
+_BEATEN_FRAC, _BEATEN_STEPS = 0.1, 3  # nor when the best of so many steps is slower than the fastest setting by this much
 _LONGEST_S = 60.0  # two optimizer steps that take longer than this are not run to their end
 _AS_IT_IS = Levers()
 
@@ -380,13 +382,20 @@ class Search:
         allowed_s = min(_MEASURED_S, left_s)
         if self.ranks.world_size > 1:  # all ranks take the same number, which is known before
             return [sizes] * max(2, min(_MOST_STEPS, int(allowed_s / max(step_s, 1e-3)))), None
-        begun = time.monotonic()
+        begun, fastest_s = time.monotonic(), self._fastest_step_s(sum(sizes))
 
         def is_enough(times_s: Sequence[float]) -> bool:
             is_late = time.monotonic() - begun + times_s[-1] > allowed_s
-            return is_late or len(times_s) >= _MOST_STEPS or is_settled(timing_of(times_s))
+            is_beaten = len(times_s) >= _BEATEN_STEPS and min(times_s) > fastest_s * (1 + _BEATEN_FRAC)
+            return is_late or is_beaten or len(times_s) >= _MOST_STEPS or is_settled(timing_of(times_s))
 
         return [sizes] * 2, is_enough
+
+    def _fastest_step_s(self, rows: int) -> float:
+        """The median of the fastest setting so far, infinite where none was measured."""
+        steps = [trial for trial in self.trials if trial.purpose == "confirm" and trial.rows_per_step == rows]
+        times = [trial.outcome.median_step_s for trial in steps if isinstance(trial.outcome, Fit)]
+        return min((seconds for seconds in times if seconds is not None), default=inf)
 
     def _expected_step_s(self, levers: Levers, rows: int) -> float:
         """What an optimizer step of so many rows takes, by the trials so far; under other levers where there are none."""

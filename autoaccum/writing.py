@@ -6,7 +6,7 @@ from typing import Any, final
 
 import msgspec
 
-from autoaccum.choose import evidence, limited_by
+from autoaccum.choose import Schedule, evidence, limited_by
 from autoaccum.exploring import Exploration, Explored
 from autoaccum.foreseeing import AS_IT_IS
 from autoaccum.prediction.timeline import timeline_of
@@ -38,7 +38,7 @@ class _Writer:
     def plan(self) -> PlanRecord:
         search, request, chosen = self._search, self._search.request, self._chosen
         assert request.target_batch is not None
-        schedule = self._exploration.schedule(chosen.micro_batch, self._now.floor)
+        schedule = self._schedule()
         own = schedule.sizes[search.ranks.rank]
         timing = None if self._of_chosen is None else self._of_chosen.timing
         max_micro_batch, limited, based_on = self._limit()
@@ -73,6 +73,15 @@ class _Writer:
             timeline=self._timeline(),
             environment=search.environment(),
         )
+
+    def _schedule(self) -> Schedule:
+        """The chosen division; where it is the largest that fits as it is, with what is to be said of that."""
+        now, chosen = self._now, self._chosen
+        if chosen.levers == AS_IT_IS and now.best is not None:
+            largest = self._exploration.schedule(now.best, now.floor)
+            if largest.micro_batch == chosen.micro_batch:
+                return largest
+        return self._exploration.schedule(chosen.micro_batch, now.floor)
 
     def _has_forecast(self) -> bool:
         """A prediction for the record is not made after the fact."""

@@ -39,7 +39,19 @@ ROWS = (
     ("__main__", "__init__"),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
-WITHOUT_TORCH = ("errors", "units", "records", "schedule", "caps", "timing", "search", "choose", "comparing", "tradeoffs", "cli")
+WITHOUT_TORCH = (
+    "errors",
+    "units",
+    "records",
+    "schedule",
+    "caps",
+    "timing",
+    "search",
+    "choose",
+    "comparing",
+    "tradeoffs",
+    "cli",
+)
 
 
 def unit_of(path: Path) -> str:

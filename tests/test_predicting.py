@@ -319,6 +319,7 @@ def test_nothing_fits_names_the_gpu_that_would_do() -> None:
         predict(64, model=model, sample=torch.randn(2, 32_768), gpu=smaller)
 
 
+@pytest.mark.slow
 def test_nothing_listed_is_large_enough() -> None:
     """A model that no listed GPU holds is told the largest one, and what else could be done."""
     with torch.device("meta"):
@@ -407,7 +408,15 @@ def test_order_of_gpus_does_not_matter() -> None:
     assert found[0] == found[1] and foreseen(found[0]).gpu == SMALL
 
 
-@pytest.mark.parametrize("asked", ["24GiB", 24 * GIB, gpu_for(MIDDLE), "nvidia geforce rtx 4090"], ids=str)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "24GiB",
+        *(pytest.param(row, marks=pytest.mark.slow) for row in (24 * GIB, gpu_for(MIDDLE))),
+        "nvidia geforce rtx 4090",
+    ],
+    ids=str,
+)
 def test_gpu_may_be_a_name_a_size_or_a_row(asked: Any) -> None:
     """A GPU is named, given by its bytes, or a row of the table."""
     found = predict(64, gpu=asked)
@@ -462,7 +471,9 @@ def test_frame_of_trials_is_empty(plan: Plan) -> None:
 # -- pictures
 
 
-@pytest.mark.parametrize(("name", "begins"), [("step.svg", b"<?xml"), ("step.png", b"\x89PNG")])
+@pytest.mark.parametrize(
+    ("name", "begins"), [pytest.param("step.svg", b"<?xml", marks=pytest.mark.slow), ("step.png", b"\x89PNG")]
+)
 def test_picture_is_written(name: str, begins: bytes, tmp_path: Path) -> None:
     """A picture of the step is written beside the plan, in the format that its name asks for."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
@@ -594,7 +605,7 @@ def test_users_error_comes_out(device: str) -> None:
 def test_meta_model_is_refused_where_it_would_run() -> None:
     """Autotune and probe refuse a model without values, and say what takes it."""
     for call in (
-        lambda: autoaccum.autotune(meta_model(), torch.randn(4, 8), 64),
+        lambda: autoaccum.autotune(meta_model(), torch.randn(4, 8), 64, levers="none"),
         lambda: autoaccum.probe(meta_model(), torch.randn(4, 8)),
     ):
         with pytest.raises(InvalidRequestError, match=r"meta device and holds no values.+only predict"):
@@ -668,6 +679,7 @@ def test_command_takes_several_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["gpu"] for row in rows] == [SMALL, LARGE]
 
 
+@pytest.mark.slow
 def test_command_takes_all_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     """--gpu all shows every listed GPU."""
     assert run(GPT, "--target-batch", "64", "--gpu", "all") == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,16 @@ from torch import Tensor, nn
 import autoaccum
 from autoaccum.devices import VirtualDevice
 from autoaccum.window import Progress, run_window
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny models are slower on several threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
 
 MODEL = """
 import torch
@@ -55,7 +66,7 @@ with device.steadied():
         middle = (low + high) // 2
         low, high = (middle, high) if peak(middle) <= budget else (low, middle)
 
-plan = autoaccum.autotune(model, sample, 2 * result.max_micro_batch + 1, training_step=step, budget=budget, device="cpu")
+plan = autoaccum.autotune(model, sample, 3 * result.max_micro_batch, training_step=step, budget=budget, device="cpu")
 soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
 optimizer = torch.optim.AdamW(model.parameters())
 whole = torch.randn(plan.effective_batch, 64)
@@ -78,7 +89,7 @@ answer({
 @pytest.fixture(scope="module")
 def on_the_cpu(run_child: Any) -> dict[str, Any]:
     """One search, one brute-force bisection and five training steps under the same budget, in a process of its own."""
-    found: dict[str, Any] = run_child(ON_THE_CPU)
+    found: dict[str, Any] = run_child(ON_THE_CPU, OMP_NUM_THREADS="1")
     return found
 
 
@@ -123,7 +134,8 @@ def test_allocator_failure_under_the_callers_own_limit(run_child: Any) -> None:
             optimizer.step()
             optimizer.zero_grad()
         answer([result.max_micro_batch, [getattr(t.outcome, "cause", "fit") for t in result.trials]])
-        """
+        """,
+        OMP_NUM_THREADS="1",
     )
     assert found[0] >= 256
     assert "allocator" in found[1]
@@ -158,7 +170,7 @@ def fits(capacity: str, size: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("capacity", ["700KiB", "1MiB", "1.37MiB"])
+@pytest.mark.parametrize("capacity", ["700KiB", pytest.param("1MiB", marks=pytest.mark.slow), "1.37MiB"])
 def test_virtual_answer_equals_brute_force(capacity: str) -> None:
     """The limit on a virtual device is that of a bisection by hand."""
     result = autoaccum.probe(small_model(), torch.randn(4, 32), training_step=loss_of, device=f"virtual:{capacity}")
@@ -172,7 +184,7 @@ def test_virtual_answer_equals_brute_force(capacity: str) -> None:
 def test_virtual_plan_trains_five_steps_on_that_device() -> None:
     """Five AdamW steps at the plan's sizes run on the virtual device that the plan was made for."""
     model, device = small_model(), VirtualDevice("1MiB")
-    plan = autoaccum.autotune(model, torch.randn(4, 32), 1000, training_step=loss_of, device=device)
+    plan = autoaccum.autotune(model, torch.randn(4, 32), 1000, training_step=loss_of, device=device, levers="none")
     assert plan.accumulation_steps > 1
     micro_batches = torch.randn(1000, 32).split(plan.micro_batch_sizes)  # cut on the host, as a loader's batch is
     with device.watched(list(model.parameters())) as watch:
@@ -200,7 +212,13 @@ def test_cuda_plan_trains_five_steps_under_the_same_cap() -> None:
     device = CudaDevice(0)
     held = torch.cuda.memory_allocated()
     plan = autoaccum.autotune(
-        model, torch.randn(4, 64, 256), 4096, training_step=loss_of, budget=device.held_bytes(()) + 2**31, device=device
+        model,
+        torch.randn(4, 64, 256),
+        4096,
+        training_step=loss_of,
+        budget=device.held_bytes(()) + 2**31,
+        device=device,
+        levers="none",
     )
     assert plan.limited_by == "memory"
     assert torch.cuda.memory_allocated() == held

@@ -33,8 +33,11 @@ from autoaccum.records import (
     ProbeResult,
     Record,
     Refused,
+    Setting,
     Skipped,
     StepResult,
+    Timeline,
+    Timing,
     Trial,
     from_json,
     plain,
@@ -55,6 +58,34 @@ levers = st.builds(
     precision=st.sampled_from(["fp32", "tf32", "bf16", "fp16"]),
     optimizer_impl=st.sampled_from(["default", "for-loop", "foreach", "fused"]),
     offload=st.sampled_from(["off", "cpu"]),
+    block_names=st.lists(texts, max_size=2).map(tuple),
+)
+timings = st.builds(
+    Timing,
+    median_s=seconds,
+    first_quartile_s=seconds,
+    third_quartile_s=seconds,
+    num=sizes,
+    interval_frac=maybe() | st.floats(0, 1),
+)
+settings_tried = st.builds(
+    Setting,
+    levers=levers,
+    standing=st.sampled_from(get_args(get_type_hints(Setting)["standing"])),
+    micro_batch=sizes,
+    accumulation_steps=sizes,
+    peak_bytes=maybe() | num_bytes,
+    predicted_peak_bytes=maybe() | num_bytes,
+    timing=maybe() | timings,
+    predicted_step_s=maybe() | seconds,
+    note=texts,
+)
+timelines = st.builds(
+    Timeline,
+    title=texts,
+    held_bytes=st.dictionaries(texts, st.lists(num_bytes, max_size=3).map(tuple), max_size=2),
+    phases=st.lists(st.tuples(st.integers(0, 9), st.sampled_from(get_args(Phase))), max_size=2).map(tuple),
+    limit_bytes=maybe() | num_bytes,
 )
 candidates = st.builds(Candidate, micro_batch=sizes, levers=levers)
 fits = st.builds(
@@ -63,6 +94,7 @@ fits = st.builds(
     peak_allocated_bytes=maybe() | num_bytes,
     peak_reserved_bytes=maybe() | num_bytes,
     step_times_s=st.lists(seconds, max_size=3).map(tuple),
+    offloaded_bytes=maybe() | num_bytes,
 )
 ooms = st.builds(
     OutOfMemory,
@@ -110,6 +142,7 @@ environments = st.builds(
     torch_version=texts,
     autoaccum_version=texts,
     platform=texts,
+    driver=texts,
 )
 outlooks = st.builds(
     Outlook,
@@ -208,6 +241,11 @@ def plans(draw: st.DrawFn) -> PlanRecord:
         prediction=draw(maybe() | predictions),
         memory=draw(maybe() | accounts),
         environment=draw(maybe() | environments),
+        objective=draw(st.sampled_from(["throughput", "memory"])),
+        timing=draw(maybe() | timings),
+        settings=tuple(draw(st.lists(settings_tried, max_size=2))),
+        advice=tuple(draw(st.lists(texts, max_size=2))),
+        timeline=draw(maybe() | timelines),
     )
 
 
@@ -228,6 +266,9 @@ OF_EVERY_TYPE: dict[type[Record], st.SearchStrategy[Any]] = {
     PlanRecord: plans(),
     StepResult: step_results,
     CheckResult: check_results,
+    Timing: timings,
+    Setting: settings_tried,
+    Timeline: timelines,
 }
 any_record = st.one_of(list(OF_EVERY_TYPE.values()))
 
@@ -549,6 +590,7 @@ def test_levers_are_neutral_by_default() -> None:
         "precision": "fp32",
         "optimizer_impl": "default",
         "offload": "off",
+        "block_names": (),
     }
 
 

@@ -6,7 +6,7 @@ import copy
 import math
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,15 @@ from torch import Tensor, nn
 
 import autoaccum
 from autoaccum.records import Fit, OutOfMemory, Refused
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny models are slower on several threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def out_of_memory() -> RuntimeError:
@@ -44,7 +53,9 @@ def rows(count: int = 8, width: int = 4) -> tuple[Tensor, Tensor]:
 
 def tune(model: nn.Module, target: int, sample: Any = None, **more: Any) -> autoaccum.Plan:
     more.setdefault("loss_fn", F.cross_entropy)
-    return autoaccum.autotune(model, rows() if sample is None else sample, target, device="virtual:4GiB", **more)
+    return autoaccum.autotune(
+        model, rows() if sample is None else sample, target, device="virtual:4GiB", **more, levers="none"
+    )
 
 
 def look(model: nn.Module, sample: Any = None, **more: Any) -> autoaccum.ProbeResult:
@@ -55,7 +66,9 @@ def look(model: nn.Module, sample: Any = None, **more: Any) -> autoaccum.ProbeRe
 # -- the answer was run
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 5, 7, 11, 12, 31, 32, 33, 100])
+@pytest.mark.parametrize(
+    "limit", [1, 2, 7, 32, 33, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 5, 11, 12, 31, 100))]
+)
 def test_probe_finds_the_exact_limit(limit: int) -> None:
     """The largest size that runs is found, whatever it is, with the size above it tried and failed."""
     model = Fuse(limit)
@@ -64,7 +77,7 @@ def test_probe_finds_the_exact_limit(limit: int) -> None:
     assert {limit, limit + 1} <= set(model.sizes)
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 5, 11, 37, 64, 100, 513])
+@pytest.mark.parametrize("limit", [1, 11, 64, 513, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 5, 37, 100))])
 def test_probe_stays_within_its_number_of_trials(limit: int) -> None:
     """A search takes at most 2 * ceil(log2(limit)) + 2 trials, and 4 more where the limit is none that can be predicted."""
     result = look(Fuse(limit))
@@ -152,7 +165,11 @@ def test_pair_for_a_model_of_one_argument_is_input_and_target() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "target", "steps"), [(100, 128, 2), (5, 32, 7), (10, 97, 10), (40, 32, 1), (1, 7, 7), (6, 13, 3), (7, 8, 2)]
+    ("limit", "target", "steps"),
+    [
+        *((100, 128, 2), (10, 97, 10), (40, 32, 1), (1, 7, 7)),
+        *(pytest.param(*numbers, marks=pytest.mark.slow) for numbers in ((5, 32, 7), (6, 13, 3), (7, 8, 2))),
+    ],
 )
 def test_effective_batch_is_the_target_in_the_fewest_near_even_pieces(limit: int, target: int, steps: int) -> None:
     """The sizes sum to the target, differ by at most one, and are as few as the limit allows."""
@@ -163,7 +180,15 @@ def test_effective_batch_is_the_target_in_the_fewest_near_even_pieces(limit: int
     assert max(plan.micro_batch_sizes) <= limit
 
 
-@pytest.mark.parametrize(("limit", "target", "size"), [(100, 128, 64), (5, 32, 4), (10, 97, 1), (40, 32, 32), (5, 256, 4)])
+@pytest.mark.parametrize(
+    ("limit", "target", "size"),
+    [
+        (100, 128, 64),
+        (5, 32, 4),
+        (10, 97, 1),
+        *(pytest.param(*numbers, marks=pytest.mark.slow) for numbers in ((40, 32, 32), (5, 256, 4))),
+    ],
+)
 def test_equal_micro_batches_are_the_largest_divisor(limit: int, target: int, size: int) -> None:
     """Where one number must serve, it divides the target and is the largest that fits."""
     plan = tune(Fuse(limit), target, equal_micro_batches=True)
@@ -215,7 +240,13 @@ def _make(spelling: Callable[[], BaseException]) -> BaseException:
         )
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        pytest.param(spelling, marks=pytest.mark.slow if index in (1, 3, 4, 5, 6) else ())
+        for index, spelling in enumerate(SPELLINGS)
+    ],
+)
 def test_every_spelling_of_out_of_memory_leads_to_a_smaller_size(spelling: Callable[[], BaseException]) -> None:
     """However a library says that memory ran out, the search goes on below."""
     assert tune(Fuse(6, lambda: _make(spelling)), 24).max_micro_batch == 6
@@ -484,6 +515,7 @@ def search(model: Fragile, optimizer: torch.optim.Optimizer, device: str) -> aut
         optimizer=optimizer,
         device=device,
         max_micro_batch=4,
+        levers="none",
     )
 
 
@@ -516,10 +548,19 @@ def test_training_after_a_search_is_training_without_one() -> None:
     assert all(torch.equal(a, b) for a, b in zip(with_search, five_steps(*trained()), strict=True))
 
 
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "oom": out_of_memory,
+    "user": lambda: KeyError("mine"),
+    "ctrl-c": KeyboardInterrupt,
+}
+
+
 @pytest.mark.parametrize(
-    "error", [out_of_memory, lambda: KeyError("mine"), KeyboardInterrupt], ids=["oom", "user", "ctrl-c"]
+    "errors",
+    [list(ERRORS.values()), *(pytest.param([error], marks=pytest.mark.slow) for error in ERRORS.values())],
+    ids=["in-turn", *ERRORS],
 )
-def test_failure_at_any_forward_leaves_the_state_as_it_was(error: Callable[[], BaseException]) -> None:
+def test_failure_at_any_forward_leaves_the_state_as_it_was(errors: Sequence[Callable[[], BaseException]]) -> None:
     """Whichever forward of the search fails, and however, everything is put back."""
     model, optimizer = trained()
     search(model, optimizer, "virtual:1GiB")
@@ -527,7 +568,7 @@ def test_failure_at_any_forward_leaves_the_state_as_it_was(error: Callable[[], B
     assert forwards > 12
     for fail_at in range(1, forwards + 1):
         model, optimizer = trained()
-        model.fail_at, model.error = fail_at, error
+        model.fail_at, model.error = fail_at, errors[fail_at % len(errors)]
         sample_state = torch.get_rng_state()
         torch.randn(4, 6)
         before = state(model, optimizer)
@@ -564,7 +605,7 @@ def test_random_data_leaves_the_generators_as_they_were(kind: str) -> None:
     ]
     model = nn.Linear(4, 2)
     before = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
-    autoaccum.autotune(model, sample, 8, device="virtual:1GiB")
+    autoaccum.autotune(model, sample, 8, device="virtual:1GiB", levers="none")
     assert before == [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
 
 
@@ -671,10 +712,11 @@ def test_time_budget_ends_the_search_with_what_fits() -> None:
         ({"max_micro_batch": 0}, "max_micro_batch"),
         ({"multiple_of": 0}, "multiple_of"),
         ({"multiple_of": 8, "max_micro_batch": 4}, "multiple_of"),
-        ({"levers": "all"}, "levers"),
-        ({"objective": "memory"}, "objective"),
-        ({"storage": "sqlite://"}, "storage"),
-        ({"cache": "plans"}, "cache"),
+        ({"levers": "every"}, "levers"),
+        ({"levers": {"precision": ["fp8"]}}, "its levels are"),
+        ({"levers": {"checkpointing": ["full"], "blocks": ["nowhere"]}}, "no block 'nowhere'"),
+        ({"objective": "latency"}, "objective"),
+        ({"storage": "nowhere://"}, "storage"),
         ({"time_budget_s": -1}, "time_budget_s"),
         ({"weight": "rows"}, "weight"),
         ({"loss_fn": 3}, "loss_fn"),
@@ -693,7 +735,7 @@ def test_impossible_request_is_refused_before_anything_runs(change: dict[str, An
     model = Fuse(9)
     arguments = {"sample": torch.randn(8, 4), "target_batch": 8, "device": "virtual:1GiB", **change}
     with pytest.raises(autoaccum.InvalidRequestError, match=said):
-        autoaccum.autotune(model, arguments.pop("sample"), arguments.pop("target_batch"), **arguments)
+        autoaccum.autotune(model, arguments.pop("sample"), arguments.pop("target_batch"), **{"levers": "none", **arguments})
     assert model.sizes == []
 
 
@@ -784,7 +826,7 @@ def test_compiled_model_still_compiles_after_a_virtual_search() -> None:
         return graph.forward
 
     model = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), backend=backend)
-    autoaccum.autotune(model, torch.randn(4, 8), 8, device="virtual:1GiB")
+    autoaccum.autotune(model, torch.randn(4, 8), 8, device="virtual:1GiB", levers="none")
     graphs.clear()
     model(torch.randn(4, 8))
     assert graphs == [1]
@@ -819,7 +861,7 @@ def test_memory_that_grows_over_the_window_is_named() -> None:
             return hidden.sum()
 
     with pytest.raises(autoaccum.NothingFitsError, match="memory grows from one micro-batch to the next") as caught:
-        autoaccum.autotune(Keeps(), torch.randn(4, 256), 4096, device="virtual:3MiB")
+        autoaccum.autotune(Keeps(), torch.randn(4, 256), 4096, device="virtual:3MiB", levers="none")
     assert len(caught.value.trials) < 40
 
 
@@ -828,9 +870,9 @@ def test_rest_that_is_too_small_names_the_right_floor() -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
     arguments: dict[str, Any] = {"max_micro_batch": 6, "multiple_of": 4, "device": "virtual:1GiB"}
     with pytest.raises(autoaccum.InvalidRequestError, match=r"needs at least 2; use target_batch=12") as caught:
-        autoaccum.autotune(model, torch.randn(4, 5), 13, **arguments)
+        autoaccum.autotune(model, torch.randn(4, 5), 13, **arguments, levers="none")
     assert "leaves a micro-batch of 1 rows" in str(caught.value)
-    assert autoaccum.autotune(model, torch.randn(4, 5), 12, **arguments).micro_batch_sizes == (4, 4, 4)
+    assert autoaccum.autotune(model, torch.randn(4, 5), 12, **arguments, levers="none").micro_batch_sizes == (4, 4, 4)
 
 
 def test_list_of_inputs_is_one_argument() -> None:
@@ -845,7 +887,7 @@ def test_list_of_inputs_is_one_argument() -> None:
             return torch.stack([self.linear(x) for x in inputs])
 
     sample = ([torch.randn(3) for _ in range(8)], torch.randint(2, (8,)))
-    plan = autoaccum.autotune(Ragged(), sample, 8, loss_fn=F.cross_entropy, device="virtual:1GiB")
+    plan = autoaccum.autotune(Ragged(), sample, 8, loss_fn=F.cross_entropy, device="virtual:1GiB", levers="none")
     assert plan.micro_batch_sizes == (8,)
 
 
@@ -877,4 +919,4 @@ def test_search_without_a_bound_says_where_it_stopped() -> None:
 def test_autotune_without_a_target_points_to_probe() -> None:
     """target_batch=None is refused with the name of the other function."""
     with pytest.raises(autoaccum.InvalidRequestError, match=r"probe\(\)"):
-        autoaccum.autotune(nn.Linear(1, 1), torch.randn(2, 1), None)  # type: ignore[arg-type]
+        autoaccum.autotune(nn.Linear(1, 1), torch.randn(2, 1), None, levers="none")  # type: ignore[arg-type]

@@ -69,19 +69,19 @@ class Training:
         self.model, self.module, self.optimizer, self.plan = model, module, optimizer, plan
         self.wrapped = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
         self.is_compiled = is_compiled(model)
-        levers, place = Levers() if plan is None else plan.levers, single_device(module)
-        self.owns_scaler = scaler is None and levers.precision == "fp16"
-        scaler = torch.amp.GradScaler(place.type) if self.owns_scaler else scaler
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.max_grad_norm, self.scheduler, self.on_oom = max_grad_norm, scheduler, on_oom
         self.loss = MicroBatchLoss(module, loss_fn, training_step)
-        self.loss_in_window = under_autocast(self.loss, levers, place)
         self.weigher = Weigher(weight, None if training_step is not None else loss_fn)
-        self.device = device_for(None, place)
+        self.device = device_for(None, single_device(module))
         if process_group is None and isinstance(model, DistributedDataParallel):
             process_group = model.process_group
         self.reducer = Reducer(process_group)
         self.slicer = slicer_for(plan, micro_batch, cost, max_cost, self.reducer, batch_dim=batch_dim, split=split)
+        levers, place = Levers() if plan is None else plan.levers, self.device.torch_device
+        self.owns_scaler = scaler is None and levers.precision == "fp16"
+        scaler = torch.amp.GradScaler(place.type) if self.owns_scaler else scaler
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.loss_in_window = under_autocast(self.loss, levers, place)
         self.slicer.refuse = partial(refuse_time_as_rows, module=module)
         self.caps = Caps(whole=cost is None)
         self.sharding = Sharding(module, self.reducer.ranks)

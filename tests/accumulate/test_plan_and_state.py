@@ -42,7 +42,13 @@ def plan() -> Plan:
     """Twenty rows in three micro-batches, found on a virtual device."""
     model = Wide()
     return autoaccum.autotune(
-        model, rows(2), 20, optimizer=SGD(model.parameters(), lr=0.1), device="virtual:700KiB", progress=False
+        model,
+        rows(2),
+        20,
+        optimizer=SGD(model.parameters(), lr=0.1),
+        device="virtual:700KiB",
+        progress=False,
+        levers="none",
     )
 
 

@@ -569,7 +569,7 @@ def test_gpus_that_choose_otherwise_are_told_apart(other: str) -> None:
     assert kernel_choices(seen, gpu_for(AMPERE)) != kernel_choices(seen, gpu_for(other))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16, torch.float16])
 def test_same_choices_are_the_same_trace(dtype: torch.dtype) -> None:
     """GPUs said to choose the same for a workload have the same trace of it, but for their workspaces' size."""
     workload = attending(dtype)
@@ -613,7 +613,7 @@ TOGETHER: dict[str, Callable[[], Workload]] = {
 
 
 @pytest.mark.parametrize(
-    "name", ["convolutional", "gpt2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bert", "llama", "t5"))]
+    "name", ["convolutional", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt2", "bert", "llama", "t5"))]
 )
 def test_corrections_run_together(name: str) -> None:
     """With every correction in place a model is traced, and its growth is exact at another size."""

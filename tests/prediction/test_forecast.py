@@ -246,7 +246,9 @@ def test_reason_is_one_short_line() -> None:
 
 def test_real_traces_run_under_the_budget() -> None:
     """Traces on real tensors run under the budget, and a model too large for it is searched without a prediction."""
-    plan = autoaccum.autotune(Reading(), torch.randn(4, 16), 64, device="virtual:1GiB", budget="44KiB", progress=False)
+    plan = autoaccum.autotune(
+        Reading(), torch.randn(4, 16), 64, device="virtual:1GiB", budget="44KiB", progress=False, levers="none"
+    )
     assert plan.max_micro_batch >= 1
 
 
@@ -295,7 +297,11 @@ def traced_growth(workload: Workload) -> Growth:
 
 @pytest.mark.parametrize(
     ("name", "fits"),
-    [*((name, 33) for name in BUILDS), *((name, fits) for name in ("mlp", "contrastive") for fits in (12, 117))],
+    [
+        *((name, 33) for name in BUILDS),
+        *(("contrastive", 12), ("mlp", 117)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("mlp", 12), ("contrastive", 117))),
+    ],
 )
 def test_plan_is_that_of_a_search_without_prediction(name: str, fits: int, peaks: dict[str, list[int]]) -> None:
     """For the budget of a size's peak, the plan is the one found without a prediction, in at most 4 probes and 1 failure."""
@@ -306,6 +312,7 @@ def test_plan_is_that_of_a_search_without_prediction(name: str, fits: int, peaks
     assert found.measured_peak_bytes is not None and found.measured_peak_bytes <= budget
 
 
+@pytest.mark.slow
 def test_many_budgets_take_few_probes() -> None:
     """Over many budgets the median is at most 2 probes without a failure, and every answer is the largest that fits."""
     numbers = random.Random(0)

@@ -313,8 +313,13 @@ def tracing(workload: Workload, **more: Any) -> TraceAt:
     return lambda rows: fake_trace(workload, rows, host_batch=False, **more)
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in-place"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "in_place"),
+    [
+        *((name, False) for name in MODELS),
+        *(pytest.param(name, True, marks=() if name in ("mlp", "checkpointed") else pytest.mark.slow) for name in MODELS),
+    ],
+)
 def test_growth_is_a_true_trace_at_every_size(name: str, in_place: bool) -> None:
     """What growth says of a size is what a trace of that size says: every event, every byte, every operation."""
     trace_at = tracing(MODELS[name](), sums_in_place=in_place)
@@ -380,7 +385,7 @@ def test_loop_over_rows_is_refused() -> None:
 
 def test_loop_over_rows_is_searched_without_a_prediction() -> None:
     """Autotune finds the plan of such a model without a prediction, and says why in one line."""
-    plan = autoaccum.autotune(Rowwise(), torch.randn(4, 16), 32, device="virtual:40KiB", progress=False)
+    plan = autoaccum.autotune(Rowwise(), torch.randn(4, 16), 32, device="virtual:40KiB", progress=False, levers="none")
     (note,) = [warning for warning in plan.warnings if "No prediction" in warning]
     assert "events at" in note and "rows" in note and "\n" not in note
     assert (plan.predicted_peak_bytes, plan.micro_batch_sizes, plan.limited_by) == (None, (11, 11, 10), "memory")

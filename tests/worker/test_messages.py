@@ -107,7 +107,7 @@ def test_message_is_one_line(message: Message) -> None:
 
 def test_a_plan_made_by_autotune_passes_as_its_record() -> None:
     """The fields of a Plan that `autotune` made are those of the record that is sent."""
-    plan = autoaccum.autotune(torch.nn.Linear(4, 2), torch.randn(2, 4), 3, device="virtual:1MiB")
+    plan = autoaccum.autotune(torch.nn.Linear(4, 2), torch.randn(2, 4), 3, device="virtual:1MiB", levers="none")
     record = PlanRecord(**{name: getattr(plan, name) for name in PlanRecord.__struct_fields__})
     back = msgspec.json.decode(msgspec.json.encode(Planned(plan=record)), type=Message)
     assert isinstance(back, Planned) and back.plan == record

@@ -182,6 +182,7 @@ def test_search_goes_on_without_a_prediction_where_tracing_ends_the_worker() -> 
     assert any("ended without an answer (exit code -11)" in text for text in result.warnings)
 
 
+@pytest.mark.slow
 def test_segmentation_fault_is_a_trial_of_the_plan() -> None:
     """A kernel that crashes above one row leads to a plan of single rows, limited by memory."""
     plan = search("crashing_above_one", target_batch=2)
@@ -206,25 +207,32 @@ def test_death_in_the_plans_own_step_lowers_the_plan() -> None:
 def test_death_at_every_size_says_what_killed_it() -> None:
     """When even one row kills the worker, the error is that nothing fits, with the signal and the trial."""
     with pytest.raises(WorkerError, match=r"micro_batch=1 does not fit .*signal 6 \(SIGABRT\)") as caught:
-        search("crashing_always")
+        search("crashing_always", predict=False)
     assert caught.value.kind == "nothing fits"
     assert [trial.candidate.micro_batch for trial in caught.value.trials] == [1]
 
 
 @pytest.mark.parametrize(
     ("function", "how"),
-    [("asked_to_end_in_a_trial", r"by signal 15 \(SIGTERM\)"), ("leaving_in_a_trial", "with exit code 9")],
+    [
+        ("asked_to_end_in_a_trial", r"by signal 15 \(SIGTERM\)"),
+        pytest.param("leaving_in_a_trial", "with exit code 9", marks=pytest.mark.slow),
+    ],
 )
 def test_an_end_that_memory_cannot_cause_is_no_trial(function: str, how: str) -> None:
     """A worker that is asked to end, or that leaves by itself, ends the search and says nothing about a size."""
     with pytest.raises(WorkerError, match=rf"ended {how} during the trial of micro_batch=2") as caught:
-        search(function)
+        search(function, predict=False)
     assert caught.value.kind == "refused"
     assert [trial.candidate.micro_batch for trial in caught.value.trials] == [1]
 
 
 @pytest.mark.parametrize(
-    ("function", "how"), [("leaves_before", "with exit code 7"), ("killed_before", r"by signal 9 \(SIGKILL\)")]
+    ("function", "how"),
+    [
+        pytest.param("leaves_before", "with exit code 7", marks=pytest.mark.slow),
+        ("killed_before", r"by signal 9 \(SIGKILL\)"),
+    ],
 )
 def test_death_before_a_trial_is_refused(function: str, how: str) -> None:
     """A worker that dies before any trial ends the search at once, with how it ended."""
@@ -327,7 +335,9 @@ def test_a_target_that_is_not_text_is_refused() -> None:
 # -- nobody is left behind
 
 
-@pytest.mark.parametrize(("how", "function"), [(signal.SIGKILL, "busy"), (signal.SIGTERM, "sleepy")])
+@pytest.mark.parametrize(
+    ("how", "function"), [(signal.SIGKILL, "busy"), pytest.param(signal.SIGTERM, "sleepy", marks=pytest.mark.slow)]
+)
 def test_no_worker_outlives_the_command(started_command: Start, folder: Path, how: int, function: str) -> None:
     """When the command is killed or terminated, its worker ends within seconds, sleeping or computing."""
     process = started_command("probe", f"target.py:{function}", "--device", "virtual:4MiB", folder=folder)
