@@ -34,7 +34,8 @@ from torch.nn import functional
 import autoaccum
 from autoaccum.errors import NothingFitsError
 from autoaccum.records import Fit, OutOfMemory, Trial
-from autoaccum.session import Request, Search
+from autoaccum.request import Request
+from autoaccum.session import Search
 from autoaccum.targets import load_target
 from autoaccum.tune import probe_workload
 from autoaccum.workload import Workload

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess, Popen
+from typing import Any
 
 import msgspec
 import psutil
@@ -108,16 +109,19 @@ CASES: dict[str, tuple[str, ...]] = {
     "markdown": ("target.py:quiet", *VIRTUAL, "--markdown", "-"),
     "nothing fits": (TINY_GPT, "--device", "virtual:200KiB", "--json", "-"),
     "dies": ("target.py:deadly", *VIRTUAL),
-    "small budget": (TINY_GPT, "--device", "virtual:4MiB", "--budget", "20KiB"),
     "device": (TINY_GPT, "--device", "toaster"),
     "syntax": ("syntax.py:build",),
-    "at import": ("at_import.py:build",),
     "function": ("target.py:failing",),
     "forward": ("target.py:failing_forward", "--device", "virtual:4MiB"),
-    "exit": ("target.py:leaving",),
     "no function": ("target.py:queit",),
-    "no torchvision": ("torchvision:resnet50?image=32",),
     "no transformers": ("hf:llama?hidden_size=32",),
+}
+
+RARE_CASES: dict[str, tuple[str, ...]] = {
+    "small budget": (TINY_GPT, "--device", "virtual:4MiB", "--budget", "20KiB"),
+    "at import": ("at_import.py:build",),
+    "exit": ("target.py:leaving",),
+    "no torchvision": ("torchvision:resnet50?image=32",),
 }
 
 BLOCKER = """
@@ -144,17 +148,44 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(command: Command, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, CompletedProcess[str]]:
-    """Every case, run to its end; each loads torch, so two run at a time."""
-    blocking = tmp_path_factory.mktemp("blocking")
-    (blocking / "sitecustomize.py").write_text(BLOCKER)
+def blocking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that keeps the optional libraries from being imported."""
+    folder = tmp_path_factory.mktemp("blocking")
+    (folder / "sitecustomize.py").write_text(BLOCKER)
+    return folder
+
+
+def run_all(
+    cases: dict[str, tuple[str, ...]], command: Command, folder: Path, blocking: Path
+) -> dict[str, CompletedProcess[str]]:
+    """Each case loads torch, so two run at a time."""
 
     def run(name: str) -> CompletedProcess[str]:
         more = {"PYTHONPATH": str(blocking)} if name in ("no torchvision", "no transformers") else {}
-        return command("probe", *CASES[name], folder=folder, **more)
+        return command("probe", *cases[name], folder=folder, **more)
 
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(CASES, pool.map(run, CASES), strict=True))
+        return dict(zip(cases, pool.map(run, cases), strict=True))
+
+
+@pytest.fixture(scope="module")
+def runs(command: Command, folder: Path, blocking: Path) -> dict[str, CompletedProcess[str]]:
+    """Every case, run to its end."""
+    return run_all(CASES, command, folder, blocking)
+
+
+@pytest.fixture(scope="module")
+def rare_runs(command: Command, folder: Path, blocking: Path) -> dict[str, CompletedProcess[str]]:
+    """Those of which another one shows much the same."""
+    return run_all(RARE_CASES, command, folder, blocking)
+
+
+def with_rare_ones(*rows: tuple[str, ...]) -> list[Any]:
+    """Rows that begin with a case, with the fixture that has run it."""
+    return [
+        pytest.param("rare_runs", *row, marks=pytest.mark.slow) if row[0] in RARE_CASES else pytest.param("runs", *row)
+        for row in rows
+    ]
 
 
 # -- without a search
@@ -397,18 +428,18 @@ def test_what_was_printed_before_a_death_is_shown(runs: dict[str, CompletedProce
 
 
 @pytest.mark.parametrize(
-    ("case", "said"),
-    [
+    ("ran", "case", "said"),
+    with_rare_ones(
         ("small budget", "is less than this process already holds on virtual:4.00 MiB"),
         ("device", "device='toaster' is not a device"),
         ("no function", "target.py has no function 'queit'; it has: "),
         ("no torchvision", 'python -m pip install "autoaccum[vision]"'),
         ("no transformers", 'python -m pip install "autoaccum[hf]"'),
-    ],
+    ),
 )
-def test_what_cannot_be_done_is_one_line(runs: dict[str, CompletedProcess[str]], case: str, said: str) -> None:
+def test_what_cannot_be_done_is_one_line(ran: str, case: str, said: str, request: pytest.FixtureRequest) -> None:
     """A request that cannot be satisfied ends with 2 and a single line on stderr, without a traceback."""
-    done = runs[case]
+    done = request.getfixturevalue(ran)[case]
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("autoaccum: ") and len(done.stderr.splitlines()) == 1
     assert said in done.stderr
@@ -421,20 +452,20 @@ def test_a_missing_function_is_told_what_there_is(runs: dict[str, CompletedProce
 
 
 @pytest.mark.parametrize(
-    ("case", "file", "error"),
-    [
+    ("ran", "case", "file", "error"),
+    with_rare_ones(
         ("syntax", "syntax.py", "SyntaxError: "),
         ("at import", "beside.py", "OSError: the data folder is missing"),
         ("function", "target.py", "TypeError: unsupported operand type(s) for +: 'NoneType' and 'int'"),
         ("forward", "target.py", "LookupError: the table is damaged"),
         ("exit", "target.py", "SystemExit: leaving for good"),
-    ],
+    ),
 )
 def test_broken_target_shows_the_users_own_traceback(
-    runs: dict[str, CompletedProcess[str]], folder: Path, case: str, file: str, error: str
+    ran: str, case: str, file: str, error: str, folder: Path, request: pytest.FixtureRequest
 ) -> None:
     """An error of the user's code ends with 2 and shows its traceback, with the user's file and none of this library."""
-    done = runs[case]
+    done = request.getfixturevalue(ran)[case]
     assert done.returncode == 2 and done.stdout == ""
     assert error in done.stderr and file in done.stderr
     assert str(Path(autoaccum.__file__).parent) + os.sep not in done.stderr
@@ -457,7 +488,7 @@ def test_a_file_name_that_is_not_text(command: Command, folder: Path) -> None:
 # -- interrupted
 
 
-@pytest.mark.parametrize("who", ["group", "parent", "worker"])
+@pytest.mark.parametrize("who", ["group", "parent", pytest.param("worker", marks=pytest.mark.slow)])
 def test_interrupt_ends_with_130(started_command: Start, folder: Path, who: str) -> None:
     """SIGINT to the process group, to the command alone or to its worker ends with 130, a word, and no worker left."""
     process = started_command("probe", "target.py:sleepy", *VIRTUAL, folder=folder)

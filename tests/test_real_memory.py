@@ -121,7 +121,7 @@ def test_allocator_failure_under_the_callers_own_limit(run_child: Any) -> None:
         model(torch.randn(4, 2000)).mean().backward()
         model.zero_grad()
         held = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) * 1024
-        resource.setrlimit(resource.RLIMIT_DATA, (held + 220 * 2**20, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_DATA, (held + 280 * 2**20, resource.RLIM_INFINITY))
         step = lambda model, batch: model(batch).pow(2).mean()
         result = autoaccum.probe(
             model, torch.randn(8, 2000), training_step=step, optimizer=torch.optim.Adam, multiple_of=128

@@ -6,11 +6,9 @@ with keywords or several times, weights that are no floating-point numbers, hook
 
 from __future__ import annotations
 
-
-import copy
-import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +37,7 @@ class Case(NamedTuple):
 
     name: str
     build: Callable[[], Made]
-    blocks: int
+    blocks: int = 3
 
     def make(self, dtype: torch.dtype = torch.float64) -> Made:
         """The same one every time, in this precision."""
@@ -50,18 +48,15 @@ class Case(NamedTuple):
         return made
 
 
-class defaulting_to:
+@contextmanager
+def defaulting_to(dtype: torch.dtype) -> Iterator[None]:
     """New tensors have this dtype while inside."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def __enter__(self) -> None:
-        self._before = torch.get_default_dtype()
-        torch.set_default_dtype(self._dtype)
-
-    def __exit__(self, *error: object) -> None:
-        torch.set_default_dtype(self._before)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def seed(value: int = 7) -> None:
@@ -196,6 +191,7 @@ class Hooked(nn.Module):
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
+        self.inlet = nn.Linear(width, width)
         self.blocks = nn.ModuleList(Mlp(width) for _ in range(3))
         self.ran: list[str] = []
         for block in self.blocks:
@@ -215,6 +211,7 @@ class Hooked(nn.Module):
         self.ran.append("backward")
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
         for block in self.blocks:
             x = block(x)
         return x
@@ -259,9 +256,28 @@ class Encoder(nn.Module):
         return out
 
 
+class ResidualBlock(nn.Module):
+    """Two convolutions with normalisations, and a sequence on the shortcut, as torchvision has it."""
+
+    def __init__(self, channels_in: int, channels_out: int | None = None) -> None:
+        super().__init__()
+        width = channels_out or channels_in
+        self.conv1, self.bn1 = nn.Conv2d(channels_in, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = nn.Sequential(nn.Conv2d(channels_in, width, 1, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out += self.downsample(x)
+        return self.relu(out)
+
+
 def _rows(module: nn.Module, *shape: int) -> Made:
     """A model of rows of numbers; its loss is not symmetric."""
-    return Made(module, (torch.randn(*shape), torch.randn(*shape)), lambda model, batch: (model(batch).sin() + 1).pow(3).mean())
+    return Made(
+        module, (torch.randn(*shape), torch.randn(*shape)), lambda model, batch: (model(batch).sin() + 1).pow(3).mean()
+    )
 
 
 def _own_loss(module: nn.Module, batches: tuple[Any, Any]) -> Made:
@@ -308,17 +324,115 @@ def _adapted() -> Made:
 
 
 CASES = (
-    Case("gpt", _gpt, 3),
-    Case("resnet", _resnet, 3),
-    Case("llama", _llama, 3),
-    Case("bert", _bert, 3),
-    Case("adapters on integers", _adapted, 3),
+    Case("gpt", _gpt),
+    Case("resnet", _resnet),
+    Case("llama", _llama),
+    Case("bert", _bert),
+    Case("adapters on integers", _adapted),
     Case("spectral norms and noise", lambda: _rows(Stack(*(Noisy() for _ in range(2))), 4, 8), 2),
-    Case("statistics", lambda: _rows(Stack(*(Stateful() for _ in range(3))), 6, 8), 3),
+    Case("statistics", lambda: _rows(Stack(*(Stateful() for _ in range(3))), 6, 8)),
     Case("shared block", lambda: _rows(Repeating(), 6, 8), 2),
-    Case("torch's encoder", lambda: _rows(Encoder(), 3, 5, 8), 3),
-    Case("structures", lambda: _rows(StructuredModel(), 4, 8), 3),
-    Case("hooks", lambda: _rows(Hooked(), 4, 8), 3),
-    Case("own forward", lambda: _rows(OwnForward(), 4, 8), 3),
+    Case("torch's encoder", lambda: _rows(Encoder(), 3, 5, 8)),
+    Case("structures", lambda: _rows(StructuredModel(), 4, 8)),
+    Case("hooks", lambda: _rows(Hooked(), 4, 8)),
+    Case("own forward", lambda: _rows(OwnForward(), 4, 8)),
 )
+CASE_NAMED = {case.name: case for case in CASES}
 
+
+class Trained(NamedTuple):
+    """What two windows of two micro-batches, with a step in between, leave behind."""
+
+    losses: list[Tensor]
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    attributes: dict[str, Any]
+    generators: tuple[Tensor, Any, Any]
+    requires_grad: dict[str, bool]
+    weights: dict[str, Tensor]
+
+
+def trained(case: Case, levers: Levers = Levers(), *, dtype: torch.dtype = torch.float64) -> Trained:  # noqa: B008 - frozen
+    """Train the model under these levers, from the same start each time."""
+    made = case.make(dtype)
+    module, losses = made.module, []
+    seed(3)
+    with defaulting_to(dtype), applied(levers, Subject(module, HOST, worth_moving_bytes=0)):
+        for window in range(2):
+            if window:
+                _step(module)
+            for batch in made.batches:
+                loss = made.loss(module, batch) / 2
+                loss.backward()
+                losses.append(loss.detach())
+    return Trained(
+        losses,
+        {name: parameter.grad for name, parameter in module.named_parameters()},
+        dict(module.named_buffers()),
+        attributes_of(module),
+        generator_states(),
+        {name: parameter.requires_grad for name, parameter in module.named_parameters()},
+        {name: parameter.detach() for name, parameter in module.named_parameters()},
+    )
+
+
+def _step(module: nn.Module) -> None:
+    """A step of plain gradient descent, which leaves no gradients."""
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.data.sub_(parameter.grad, alpha=0.05)
+            parameter.grad = None
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Every plain value that a module holds besides its registries."""
+    plain = (int, float, str, type(None), Tensor)
+    return {
+        f"{name}.{key}": value
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
+        if isinstance(value, plain)
+    }
+
+
+def generator_states() -> tuple[Tensor, Any, Any]:
+    """Where the generators of torch, Python and NumPy are."""
+    name, keys, *rest = np.random.get_state()
+    return torch.get_rng_state(), random.getstate(), (name, keys.tolist(), *rest)
+
+
+def full(blocks: int, **more: Any) -> Levers:
+    """So many blocks are computed again."""
+    return Levers(checkpointing="full", checkpointed_blocks=blocks, **more)
+
+
+def selective(blocks: int, **more: Any) -> Levers:
+    """So many blocks are computed again, but for their matrix products."""
+    return Levers(checkpointing="selective", checkpointed_blocks=blocks, **more)
+
+
+def differing(one: dict[str, Any], other: dict[str, Any], *, rtol: float | None = None) -> list[str]:
+    """The names of different values in two dictionaries; tensors may differ by so much, relative to the largest entry."""
+    return [name for name in one.keys() | other.keys() if not _same(one.get(name), other.get(name), rtol)]
+
+
+def _same(one: Any, other: Any, rtol: float | None) -> bool:
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return type(one) is type(other) and bool(one == other)
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other) if rtol is None else bool((one - other).abs().max() <= rtol * one.abs().max())
+
+
+def gradients(
+    module: nn.Module, batches: Sequence[Any], loss: Callable[[nn.Module, Any], Tensor], levers: Levers
+) -> list[Tensor]:
+    """The sum of the gradients of some batches under these levers, of the parameters that have one."""
+    seed(5)
+    with applied(levers, Subject(module, HOST, worth_moving_bytes=0)):
+        for batch in batches:
+            loss(module, batch).backward()
+    found = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    for parameter in module.parameters():
+        parameter.grad = None
+    return found
