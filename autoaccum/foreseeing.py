@@ -40,7 +40,11 @@ class Foresight:
         total = self._space.num_blocks
         if not self.fits(with_blocks(family, total), size):
             return None
-        low, high = 0, total  # `low` is taken not to fit: with no block it is another family
+        return self.fewest_predicted(family, size, total)
+
+    def fewest_predicted(self, family: Levers, size: int, enough: int) -> int:
+        """The smallest number of checkpointed blocks that is expected to do, given one that does."""
+        low, high = 0, enough  # `low` is taken not to fit: with no block it is another family
         while high - low > 1 and not self._is_last(family, size, high):
             middle = min(max(self._interpolated(family, size, low, high), low + 1), high - 1)
             low, high = (low, middle) if self.fits(with_blocks(family, middle), size) else (middle, high)

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, final
 import torch
 
 from autoaccum.budget import resolved_budget, weights_in_words
-from autoaccum.choose import Schedule, evidence, limited_by, remarks
+from autoaccum.choose import Schedule, remarks
 from autoaccum.devices import device_for
 from autoaccum.devices.base import Steadiness
 from autoaccum.errors import AutoaccumError, InvalidRequestError, NothingFitsError
@@ -43,7 +43,6 @@ from autoaccum.records import (
     Levers,
     LimitedBy,
     OutOfMemory,
-    ProbeResult,
     Refused,
     Trial,
 )
@@ -55,7 +54,6 @@ from autoaccum.timing import is_settled, timing_of
 from autoaccum.units import format_bytes
 from autoaccum.workload import Workload
 
-_INEXACT_FRAC = 0.05  # exact=False ends when the limit is known to within 5 %
 _WORTH_PREDICTING = 3  # sizes; fewer are tried in less time than two traces take
 _MOST_CONFIRMS = 3  # plans whose own step failed, before it is not the size that is at fault
 _MEASURED_S = 5.0  # a setting's optimizer steps are repeated no longer than this
@@ -190,27 +188,6 @@ class Search:
                 self.study.end(trial)
 
     # -- how many fit
-
-    def result(self) -> ProbeResult:
-        """Search one micro-batch's limit and write it down."""
-        multiple_of = self.request.multiple_of
-        sizes = range(multiple_of, self.top + 1, multiple_of) or (self.top,)
-        now = self.limit(_AS_IT_IS, sizes, 0.0 if self.request.exact else _INEXACT_FRAC)
-        if now.best is None:
-            self.raise_for_nothing()
-        assert now.best is not None
-        self.settle(_AS_IT_IS, now, now.best)
-        return ProbeResult(
-            max_micro_batch=now.best,
-            limited_by=limited_by(now, self.trials, sizes[-1], self.bound),
-            evidence=evidence(now, sizes),
-            measured_peak_bytes=now.best_peak_bytes,
-            budget_bytes=self.budget.budget_bytes,
-            trials=tuple(self.trials),
-            warnings=self.all_warnings(),
-            memory=self.workload.account(self._state_bytes),
-            environment=self.environment(),
-        )
 
     def log_of(self, levers: Levers) -> list[Trial]:
         """The trials under one position of the levers."""
@@ -481,6 +458,11 @@ class Search:
         """Which levers may be turned."""
         optimizer = None if self.request.levers == "none" else self.workload.make_optimizer()
         return space_for(self.request.levers, subject_on(self.workload.module, self.device, optimizer))
+
+    def every_size(self) -> Sequence[int]:
+        """Every micro-batch that may be asked for."""
+        multiple_of = self.request.multiple_of
+        return range(multiple_of, self.top + 1, multiple_of) or (self.top,)
 
     def sizes(self) -> Sequence[int]:
         """The micro-batches that the target can be divided into."""

@@ -24,6 +24,7 @@ from autoaccum.losses import LossFn, TrainingStep
 from autoaccum.plan import Plan
 from autoaccum.predicting import predict_workload
 from autoaccum.prediction.gpus import GPUS, Gpu, gpu_for
+from autoaccum.reaching import probed
 from autoaccum.records import ProbeResult, Trial
 from autoaccum.request import Request
 from autoaccum.session import Listener, Search
@@ -156,7 +157,7 @@ def probe(
     device: str | torch.device | AbstractDevice | None = None,
     batch_dim: BatchDim = None,
     split: SplitFn | None = None,
-    levers: str = "none",
+    levers: str | Sequence[str] | Mapping[str, Any] = "none",
     max_micro_batch: int | None = None,
     multiple_of: int = 1,
     time_budget_s: float | None = None,
@@ -166,8 +167,9 @@ def probe(
 ) -> ProbeResult:
     """Find how many samples fit into one micro-batch on each rank, by running them.
 
-    Takes what `autotune` takes. The search is bounded by the rank's share of `target_batch`, the data set's length and
-    `max_micro_batch`, and without any of these by 1,048,576 rows.
+    Takes what `autotune` takes, but with `levers="none"`: the step as it is. With levers, the limit is that with the levers
+    turned that make the most room, whatever time they take, and `result.levers` says how. The search is bounded by the rank's
+    share of `target_batch`, the data set's length and `max_micro_batch`, and without any of these by 1,048,576 rows.
 
     Args:
         exact: False ends the search when the limit is known to within 5 %.
@@ -203,7 +205,7 @@ def probe(
     request = Request(
         target_batch=target_batch,
         budget=budget,
-        levers=levers,
+        levers=_plain(levers),
         max_micro_batch=max_micro_batch,
         multiple_of=multiple_of,
         time_budget_s=time_budget_s,
@@ -226,7 +228,7 @@ def predict(
     budget: int | str | None = None,
     batch_dim: BatchDim = None,
     split: SplitFn | None = None,
-    levers: str = "none",
+    levers: str | Sequence[str] | Mapping[str, Any] = "none",
     max_micro_batch: int | None = None,
     multiple_of: int = 1,
     equal_micro_batches: bool = False,
@@ -240,8 +242,10 @@ def predict(
 
     Args:
         model: In host memory, or on the meta device (`with torch.device("meta"): ...`), where it takes no memory at all.
-        sample, loss_fn, training_step, optimizer, weight, batch_dim, split, levers, max_micro_batch, multiple_of,
+        sample, loss_fn, training_step, optimizer, weight, batch_dim, split, max_micro_batch, multiple_of,
             equal_micro_batches: As for `autotune`.
+        levers: As for `autotune`. Nothing is timed here, so they are turned only where the step does not fit as it is, and
+            then as little as fits.
         target_batch: Samples per optimizer step over all ranks.
         gpu: A name ("RTX 3060 12GB", "A100 80GB"), a size ("24GiB", bytes), a list of these, or "all": the plan is then for
             the smallest that trains this, and `plan.prediction.outlooks` has a row for each.
@@ -287,7 +291,7 @@ def predict(
     request = Request(
         target_batch=target_batch,
         budget=budget,
-        levers=levers,
+        levers=_plain(levers),
         max_micro_batch=max_micro_batch,
         multiple_of=multiple_of,
         equal_micro_batches=equal_micro_batches,
@@ -345,7 +349,7 @@ def probe_workload(
 ) -> ProbeResult:
     """What `probe` does, going on from a log of trials already run."""
     with Search(workload, request, device, process_group, listener, log) as search:
-        return search.result()
+        return probed(search)
 
 
 def _plain(levers: str | Sequence[str] | Mapping[str, Any]) -> Any:

@@ -29,7 +29,7 @@ ROWS = (
     ("study",),
     ("session",),
     ("cache", "foreseeing", "predicting"),
-    ("exploring",),
+    ("exploring", "reaching"),
     ("writing",),
     ("plan",),
     ("tune", "accumulate"),
