@@ -81,6 +81,10 @@ class Foresight:
         raw = self.raw_peak(levers, size)
         return None if raw is None else raw + self._offset(levers)
 
+    def known_peak(self, levers: Levers, size: int) -> int | None:
+        """The prediction as it was made, None where none was."""
+        return None if self.forecast_of(levers) is None else self.raw_peak(levers, size)
+
     def _raw_peak(self, levers: Levers, size: int) -> int | None:
         plain = _plain(levers)
         forecast = self._forecast(plain)

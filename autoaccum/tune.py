@@ -168,7 +168,7 @@ def probe(
     """Find how many samples fit into one micro-batch on each rank, by running them.
 
     Takes what `autotune` takes, but with `levers="none"`: the step as it is. With levers, the limit is that with the levers
-    turned that make the most room, whatever time they take, and `result.levers` says how. The search is bounded by the rank's
+    turned that make the most room, whatever time they take; `result.levers` says how. The search is bounded by the rank's
     share of `target_batch`, the data set's length and `max_micro_batch`, and without any of these by 1,048,576 rows.
 
     Args:

@@ -60,7 +60,7 @@ class _Writer:
             levers=chosen.levers,
             budget_bytes=search.budget.budget_bytes,
             measured_peak_bytes=self._measured_peak(),
-            predicted_peak_bytes=self._foresight.raw_peak(chosen.levers, max(own)) if self._has_forecast() else None,
+            predicted_peak_bytes=self._foresight.known_peak(chosen.levers, max(own)),
             step_time_s=None if timing is None else timing.median_s,
             samples_per_s=None if timing is None else request.target_batch / timing.median_s,
             timing=timing,
@@ -133,7 +133,7 @@ class _Writer:
             standing=place,
             micro_batch=point.micro_batch,
             accumulation_steps=len(self._exploration.schedule(point.micro_batch).sizes[self._search.ranks.rank]),
-            predicted_peak_bytes=self._foresight.raw_peak(point.levers, point.micro_batch),
+            predicted_peak_bytes=self._foresight.known_peak(point.levers, point.micro_batch),
             predicted_step_s=self._explored.left.get(point),
             note=note,
         )
@@ -202,7 +202,7 @@ def _row_of(exploration: Exploration, one: Measured, is_chosen: bool) -> Setting
         micro_batch=point.micro_batch,
         accumulation_steps=len(exploration.schedule(point.micro_batch).sizes[0]),
         peak_bytes=one.peak_bytes,
-        predicted_peak_bytes=exploration.foresight.raw_peak(point.levers, point.micro_batch),
+        predicted_peak_bytes=exploration.foresight.known_peak(point.levers, point.micro_batch),
         timing=one.timing,
     )
 

@@ -23,7 +23,8 @@ import pytest
 
 import autoaccum
 from autoaccum import Plan, ProbeResult, cli
-from autoaccum.records import CheckResult, PlanRecord
+from autoaccum.comparing import Comparison
+from autoaccum.records import CheckResult, Environment, PlanRecord, from_json, to_json
 from autoaccum.worker import child
 from autoaccum.worker.parent import WorkerError
 
@@ -104,7 +105,19 @@ FILES = {
 VIRTUAL = ("--device", "virtual:4MiB", "--max-micro-batch", "2")
 
 CASES: dict[str, tuple[str, ...]] = {
-    "plan": ("target.py:noisy", "--target-batch", "5", *VIRTUAL, "--json", "p.json", "--markdown", "p.md", "--progress"),
+    "plan": (
+        "target.py:noisy",
+        "--target-batch",
+        "5",
+        "--levers",
+        "none",
+        *VIRTUAL,
+        "--json",
+        "p.json",
+        "--markdown",
+        "p.md",
+        "--progress",
+    ),
     "probe": ("target.py:noisy", *VIRTUAL, "--json", "-"),
     "markdown": ("target.py:quiet", *VIRTUAL, "--markdown", "-"),
     "nothing fits": (TINY_GPT, "--device", "virtual:200KiB", "--json", "-"),
@@ -210,7 +223,8 @@ def test_help_imports_no_large_library(how: str, arguments: list[str]) -> None:
 def test_the_side_that_waits_imports_no_torch() -> None:
     """The command's own process reports a search and draws its progress without importing torch."""
     used = (
-        "autoaccum.cli, autoaccum.worker.parent, autoaccum.report.terminal, autoaccum.report.text, autoaccum.report.progress"
+        "autoaccum.cli, autoaccum.comparing, autoaccum.worker.parent, autoaccum.report.terminal, autoaccum.report.text, "
+        "autoaccum.report.progress"
     )
     source = f"import sys, {used}; print(sorted({{'torch', 'pandas', 'optuna'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True)
@@ -234,6 +248,11 @@ def test_the_side_that_waits_imports_no_torch() -> None:
         (["check", "demo:gpt", "--rows", "many"], "--rows"),
         (["check", "demo:gpt", "--json", "nowhere/check.json"], "'nowhere/check.json' does not exist"),
         (["check", "demo:gpt", "--json", "."], "is a folder"),
+        (["compare", "base.json"], "NEW"),
+        (["compare", "a.json", "b.json", "--json", "-", "--markdown", "-"], "only one report"),
+        (["report"], "RUN"),
+        (["report", "run.json", "--html", "nowhere/run.html"], "'nowhere/run.html' does not exist"),
+        (["report", "run.json", "--html", "one.html", "--markdown", "one.html"], "go to one file"),
     ],
 )
 def test_usage_errors_end_before_anything_runs(
@@ -267,6 +286,7 @@ def test_every_option_reaches_the_search(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(cli, "search_in_worker", search)
     options = "--target-batch 9 --budget 80% --device cpu --max-micro-batch 4 --multiple-of 2 --time-budget 1.5"
+    options += " --objective memory --storage runs.log --cache plans"
     with pytest.raises(SystemExit):
         cli.main(["probe", "demo:gpt", *options.split(), "--equal-micro-batches", "--inexact", "--levers", "none"])
     assert seen == [
@@ -275,10 +295,13 @@ def test_every_option_reaches_the_search(monkeypatch: pytest.MonkeyPatch) -> Non
             "target_batch": 9,
             "budget": "80%",
             "levers": "none",
+            "objective": "memory",
             "max_micro_batch": 4,
             "multiple_of": 2,
             "equal_micro_batches": True,
             "time_budget_s": 1.5,
+            "storage": "runs.log",
+            "cache": "plans",
             "exact": False,
         },
         "cpu",
@@ -647,3 +670,151 @@ def test_error_of_a_checked_target_is_the_users_own(check: Check, target: str, e
     assert (code, out) == (2, "")
     assert err.startswith("Traceback") and error in err and "checked.py" in err
     assert str(Path(autoaccum.__file__).parent) + os.sep not in err
+
+
+# -- compare and report
+
+SAVED_ENVIRONMENT = Environment(
+    device="cpu",
+    device_name="x86_64",
+    model="Net",
+    optimizer="AdamW",
+    batch="4 rows",
+    python_version="3.12.3",
+    torch_version="2.13.0",
+    autoaccum_version="1.0.0",
+    platform="Linux",
+)
+
+
+def saved(peak_bytes: int, **environment: Any) -> str:
+    """A plan with this measured peak, as JSON text."""
+    plan = PlanRecord(
+        target_batch=8,
+        world_size=1,
+        effective_batch=8,
+        micro_batch=8,
+        accumulation_steps=1,
+        micro_batch_sizes=(8,),
+        max_micro_batch=8,
+        limited_by="target",
+        evidence="measured",
+        budget_bytes=2**30,
+        measured_peak_bytes=peak_bytes,
+        environment=msgspec.structs.replace(SAVED_ENVIRONMENT, **environment),
+    )
+    return to_json(plan)
+
+
+Saved = Callable[..., tuple[object, str, str]]
+
+
+@pytest.fixture
+def saved_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Saved:
+    """Run a command in a folder with saved plans; gives exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "base.json": saved(1000),
+        "same.json": saved(1000),
+        "worse.json": saved(1100),
+        "elsewhere.json": saved(1000, device_name="arm64"),
+        "damaged.json": saved(1000)[:-50],
+    }.items():
+        (tmp_path / name).write_text(text)
+
+    def run(*arguments: str) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(list(arguments))
+        shown = capsys.readouterr()
+        return ended.value.code, shown.out, shown.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["base.json", "same.json"], 0),
+        (["base.json", "worse.json"], 1),
+        (["base.json", "worse.json", "--max-regression", "20%"], 0),
+        (["base.json", "worse.json", "--max-regression", "0.2"], 0),
+        (["worse.json", "base.json"], 0),
+        (["base.json", "elsewhere.json", "--allow-different-environments"], 0),
+    ],
+)
+def test_comparison_ends_with_one_where_something_is_worse(saved_files: Saved, arguments: list[str], code: int) -> None:
+    """`compare` shows a Markdown table and ends with 1 where a row regressed by more than allowed, else with 0."""
+    ended, out, err = saved_files("compare", *arguments)
+    assert (ended, err) == (code, "")
+    assert out.startswith("## autoaccum compare\n") and "| measured peak |" in out
+    assert out.splitlines()[-1].startswith("**Failed**" if code else "**Passed**")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["base.json", "nowhere.json"], "No such file or directory: 'nowhere.json'"),
+        (["base.json", "."], "Is a directory"),
+        (["base.json", "damaged.json"], "damaged.json: the JSON cannot be read"),
+        (["base.json", "elsewhere.json"], "device_name is 'x86_64' and 'arm64'"),
+        (["base.json", "same.json", "--max-regression", "5"], "could mean 5 % or 5 times as much"),
+        (["base.json", "same.json", "--max-regression", "-5%"], "cannot be read"),
+    ],
+)
+def test_what_cannot_be_compared_ends_with_two(saved_files: Saved, arguments: list[str], said: str) -> None:
+    """Files that are damaged or not alike, and a share that is none, end with 2 and a single line on stderr."""
+    ended, out, err = saved_files("compare", *arguments)
+    assert (ended, out) == (2, "")
+    assert err.startswith("autoaccum: ") and said in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("new", "code"), [("same.json", 0), ("worse.json", 1)])
+def test_comparison_as_json_on_stdout(saved_files: Saved, new: str, code: int) -> None:
+    """`compare --json -` writes a Comparison to stdout and nothing else; the exit code is the same."""
+    ended, out, _ = saved_files("compare", "base.json", new, "--json", "-")
+    found = from_json(out, Comparison)
+    assert (ended, found.passed, found.base_name, found.new_name) == (code, code == 0, "base.json", new)
+
+
+def test_comparison_in_files(saved_files: Saved, tmp_path: Path) -> None:
+    """`compare` that fails has written its files, and the Markdown file is what stdout shows."""
+    ended, out, _ = saved_files("compare", "base.json", "worse.json", "--json", "c.json", "--markdown", "c.md")
+    assert ended == 1 and (tmp_path / "c.md").read_text() == out
+    assert not from_json((tmp_path / "c.json").read_bytes(), Comparison).passed
+
+
+def test_saved_plan_is_shown_again(saved_files: Saved) -> None:
+    """`report` without options shows the plan of a file on the terminal and ends with 0."""
+    ended, out, err = saved_files("report", "base.json")
+    assert (ended, err) == (0, "") and "one optimizer step of 8 samples" in out
+
+
+def test_saved_plan_as_a_page(saved_files: Saved, tmp_path: Path) -> None:
+    """`report --html FILE --markdown FILE` writes both reports of a saved plan."""
+    assert saved_files("report", "base.json", "--html", "p.html", "--markdown", "p.md")[0] == 0
+    assert "one optimizer step of 8 samples" in (tmp_path / "p.html").read_text()
+    assert (tmp_path / "p.md").read_text() == Plan.load(tmp_path / "base.json").to_markdown()
+
+
+def test_saved_report_on_stdout(saved_files: Saved) -> None:
+    """`report --markdown -` writes the report to stdout and nothing else."""
+    ended, out, _ = saved_files("report", "base.json", "--markdown", "-")
+    assert ended == 0 and out.startswith("## autoaccum plan")
+
+
+def test_saved_probe_as_a_page(saved_files: Saved, tmp_path: Path) -> None:
+    """A saved ProbeResult is rendered as well."""
+    result = ProbeResult(
+        max_micro_batch=7, limited_by="memory", evidence="exact", measured_peak_bytes=1000, budget_bytes=2000
+    )
+    (tmp_path / "probe.json").write_text(result.to_json())
+    assert saved_files("report", "probe.json", "--html", "probe.html")[0] == 0
+    assert "7" in (tmp_path / "probe.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["damaged.json", "nowhere.json", "."])
+def test_file_that_is_no_run_cannot_be_reported(saved_files: Saved, tmp_path: Path, name: str) -> None:
+    """`report` of what is no saved run ends with 2 and a single line, and writes nothing."""
+    ended, out, err = saved_files("report", name, "--html", "p.html")
+    assert (ended, out, len(err.splitlines())) == (2, "", 1)
+    assert not (tmp_path / "p.html").exists()

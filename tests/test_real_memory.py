@@ -66,7 +66,8 @@ with device.steadied():
         middle = (low + high) // 2
         low, high = (middle, high) if peak(middle) <= budget else (low, middle)
 
-plan = autoaccum.autotune(model, sample, 3 * result.max_micro_batch, training_step=step, budget=budget, device="cpu")
+target = 3 * result.max_micro_batch
+plan = autoaccum.autotune(model, sample, target, training_step=step, budget=budget, device="cpu", levers="none")
 soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
 optimizer = torch.optim.AdamW(model.parameters())
 whole = torch.randn(plan.effective_batch, 64)

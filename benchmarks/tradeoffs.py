@@ -1,0 +1,219 @@
+"""What levers bring on real host memory, and whether the chosen setting is the best one.
+
+    python benchmarks/tradeoffs.py            # all, about 20 minutes on two idle cores
+    python benchmarks/tradeoffs.py reach      # how much larger the micro-batch can be
+    python benchmarks/tradeoffs.py sweep      # the chosen setting against every other one
+    python benchmarks/tradeoffs.py render     # how long reports take
+
+`reach`: at a budget at which the plain step holds a micro-batch of 2, how many rows fit with the exact levers, and how many
+probes that took. `sweep`: autotune at a target, then every setting of the levers (blocks in quarters) at every division of
+the target that fits, with the same measurement; the best of the sweep and the chosen setting are then measured in turn, and
+the ratio of their medians is what counts. Every case runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from autoaccum.exploring import Exploration
+from autoaccum.records import Fit, Levers
+from autoaccum.report.pages import plan_html
+from autoaccum.request import Request
+from autoaccum.session import Search
+from autoaccum.targets import load_target
+from autoaccum.tradeoffs.points import Point
+from autoaccum.tune import probe_workload, tune_workload
+
+RESULTS = Path(__file__).parent / "results"
+TARGETS = {
+    "gpt": "demo:gpt?layers=12&width=256&heads=4&seq_len=256&vocabulary=4096",
+    "resnet": "demo:resnet?image=64&width=64&blocks=4",
+}
+SWEPT = {
+    "gpt": ("demo:gpt?layers=12&width=128&heads=4&seq_len=128&vocabulary=1024", 16),
+    "resnet": ("demo:resnet?image=32&width=32&blocks=2", 64),
+}
+_PAIRS = 7
+
+
+def holding_two(name: str) -> int:
+    """A budget at which the plain step holds two rows, and not three: between the peaks of the two."""
+    workload, peaks = load_target(TARGETS[name]), []
+    for rows in (2, 3):
+        result = probe_workload(workload, Request(max_micro_batch=rows, multiple_of=rows), device="cpu")
+        peaks.append(result.measured_peak_bytes or 0)
+    return (peaks[0] + peaks[1]) // 2
+
+
+def reach(name: str) -> dict[str, Any]:
+    """The largest micro-batch without levers and with those that keep the numerics."""
+    budget = holding_two(name)
+    found: dict[str, Any] = {"target": TARGETS[name], "budget_bytes": budget}
+    for levers in ("none", "exact"):
+        begun = time.perf_counter()
+        result = probe_workload(load_target(TARGETS[name]), Request(levers=levers, budget=budget), device="cpu")
+        found[levers] = {
+            "max_micro_batch": result.max_micro_batch,
+            "levers": words(result.levers),
+            "probes": len(result.trials),
+            "failures": sum(not isinstance(trial.outcome, Fit) for trial in result.trials),
+            "solving_probes": sum(trial.candidate.levers != result.trials[0].candidate.levers for trial in result.trials),
+            "seconds": time.perf_counter() - begun,
+        }
+    return found
+
+
+def sweep(name: str) -> dict[str, Any]:
+    """The chosen setting against the best of all that fit."""
+    target, rows = SWEPT[name]
+    budget = _some_budget(target, rows)
+    begun = time.perf_counter()
+    plan = tune_workload(load_target(target), Request(target_batch=rows, levers="exact", budget=budget), device="cpu")
+    tuning_s = time.perf_counter() - begun
+    request = Request(target_batch=rows, levers="exact", budget=budget, predict=False)
+    with Search(load_target(target), request, "cpu", None, None, ()) as search:
+        exploration = Exploration(search)
+        points = [
+            Point(levers, size)
+            for levers in _every_setting(exploration)
+            for size in exploration.divisions
+            if size * 16 >= exploration.divisions[-1]
+        ]
+        for point in points:
+            search.confirm(point.levers, exploration.schedule(point.micro_batch))
+        measured = exploration.measured()
+        best = min(measured, key=lambda one: one.timing.median_s)
+        chosen = Point(plan.levers, plan.micro_batch)
+        ratio = _paired(search, exploration, chosen, best.point)
+    return {
+        "target": target,
+        "target_batch": rows,
+        "budget_bytes": budget,
+        "settings": len(points),
+        "fitting": len(measured),
+        "chosen": f"{words(chosen.levers)}, micro-batch {chosen.micro_batch}",
+        "best": f"{words(best.point.levers)}, micro-batch {best.point.micro_batch}",
+        "slowest_over_best": max(one.timing.median_s for one in measured) / best.timing.median_s,
+        "chosen_over_best": ratio,
+        "trials": len(plan.trials),
+        "tuning_s": tuning_s,
+    }
+
+
+def _some_budget(target: str, rows: int) -> int:
+    """A budget at which about a quarter of the target fits as it is."""
+    peaks = [
+        probe_workload(
+            load_target(target), Request(max_micro_batch=size, multiple_of=size), device="cpu"
+        ).measured_peak_bytes
+        for size in (rows // 4, rows // 4 + 1)
+    ]
+    return sum(peak or 0 for peak in peaks) // 2
+
+
+def _every_setting(exploration: Exploration) -> list[Levers]:
+    space = exploration.space
+    quarters = sorted({max(1, round(space.num_blocks * part / 4)) for part in (1, 2, 3, 4)})
+    modes = [("off", 0), *product(space.levels["checkpointing"][1:], quarters)]
+    return [
+        Levers(checkpointing=mode, checkpointed_blocks=blocks, optimizer_impl=step)  # type: ignore[arg-type]
+        for (mode, blocks), step in product(modes, space.levels["optimizer_impl"])
+    ]
+
+
+def _paired(search: Search, exploration: Exploration, chosen: Point, best: Point) -> float:
+    """The median of the chosen setting over that of the best, measured in turn; 1 where they are the same."""
+    if chosen == best:
+        return 1.0
+    ratios = []
+    for _ in range(_PAIRS):
+        medians = []
+        for point in (chosen, best):
+            trial = search.confirm(point.levers, exploration.schedule(point.micro_batch))
+            assert trial is not None and isinstance(trial.outcome, Fit)
+            medians.append(trial.outcome.median_step_s or 0.0)
+        ratios.append(medians[0] / medians[1])
+    return median(ratios)
+
+
+def render(name: str) -> dict[str, Any]:
+    """Seconds to render the page of a real plan."""
+    target, rows = SWEPT[name]
+    plan = tune_workload(load_target(target), Request(target_batch=rows, levers="exact"), device="virtual:256MiB")
+    begun = time.perf_counter()
+    page = plan_html(plan)
+    return {"target": target, "trials": len(plan.trials), "seconds": time.perf_counter() - begun, "bytes": len(page)}
+
+
+def words(levers: Levers) -> str:
+    """The levers that are turned."""
+    turned = [
+        f"{name} {getattr(levers, name)}"
+        for name in ("checkpointing", "checkpointed_blocks", "precision", "optimizer_impl", "offload")
+        if getattr(levers, name) != getattr(Levers(), name)
+    ]
+    return ", ".join(turned) or "none"
+
+
+CASES = {"reach": (reach, TARGETS), "sweep": (sweep, SWEPT), "render": (render, SWEPT)}
+
+
+def main(kinds: list[str]) -> None:
+    """Run every case in a process of its own and write the results."""
+    path = RESULTS / "tradeoffs.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    found["torch"], found["threads"] = str(torch.__version__), torch.get_num_threads()
+    for kind in kinds or list(CASES):
+        for name in CASES[kind][1]:
+            done = subprocess.run(
+                [sys.executable, __file__, "--one", kind, name],
+                capture_output=True,
+                text=True,
+                check=True,
+                env={**os.environ, "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1"},
+            )
+            found.setdefault(kind, {})[name] = json.loads(done.stdout.splitlines()[-1])
+            print(kind, name, json.dumps(found[kind][name]), flush=True)
+            path.write_text(json.dumps(found, indent=2) + "\n")
+    (RESULTS / "tradeoffs.md").write_text(in_words(found))
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """The results as Markdown tables."""
+    lines = ["# Levers on host memory", "", f"torch {found['torch']}, {found['threads']} threads.", ""]
+    lines += ["| at a budget that holds 2 rows | rows with exact levers | how | probes | beyond the search |"]
+    lines += ["|---|---|---|---|---|"]
+    for name, case in found.get("reach", {}).items():
+        exact = case["exact"]
+        lines.append(
+            f"| {name} | {exact['max_micro_batch']} (without: {case['none']['max_micro_batch']}) | {exact['levers']} | "
+            f"{exact['probes']} (without: {case['none']['probes']}) | {exact['solving_probes']} |"
+        )
+    lines += ["", "| sweep | settings that fit | chosen | best of the sweep | chosen / best | slowest / best | trials |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for name, case in found.get("sweep", {}).items():
+        lines.append(
+            f"| {name} | {case['fitting']} of {case['settings']} | {case['chosen']} | {case['best']} | "
+            f"{case['chosen_over_best']:.3f} | {case['slowest_over_best']:.2f} | {case['trials']} |"
+        )
+    lines += ["", "| page | trials | seconds | bytes |", "|---|---|---|---|"]
+    for name, case in found.get("render", {}).items():
+        lines.append(f"| {name} | {case['trials']} | {case['seconds']:.3f} | {case['bytes']} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--one"]:
+        print(json.dumps(CASES[sys.argv[2]][0](sys.argv[3])))
+    else:
+        main(sys.argv[1:])
