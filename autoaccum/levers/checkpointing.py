@@ -37,7 +37,7 @@ class Checkpointing(AbstractLever):
         blocks = find_blocks(subject.module)
         if not blocks:
             return "no repeated blocks were found in the model"
-        if any(_is_checkpointed_already(block.module) for block in blocks):
+        if any(vars(module).get("gradient_checkpointing") is True for module in subject.module.modules()):
             return "the model's layers are checkpointed already"
         return None
 
@@ -52,53 +52,51 @@ class Checkpointing(AbstractLever):
                 f"checkpointed_blocks={levers.checkpointed_blocks}, but the model has {len(blocks)} repeated blocks; "
                 "is it the model that the plan was made for?"
             )
-        put_back = _cache_turned_off(subject.module)
-        for block in blocks[: levers.checkpointed_blocks]:
-            put_back += _checkpointed(block, selective=levers.checkpointing == "selective")
+        put_back: list[_Change] = []
         try:
+            _turn_cache_off(subject.module, put_back)
+            for block in blocks[: levers.checkpointed_blocks]:
+                _checkpoint(block, put_back, selective=levers.checkpointing == "selective")
             yield
         finally:
-            for module, name, value in reversed(put_back):
-                _own(module).pop(name, None)
-                if value is not _MISSING:
-                    _own(module)[name] = value
+            for owner, name, value in reversed(put_back):
+                if value is _MISSING:
+                    _own(owner).pop(name, None)
+                else:
+                    _own(owner)[name] = value  # without a pop before: the order of keys stays
 
 
 _Change = tuple[Any, str, Any]  # an object, the name of an attribute of it, and what its own dictionary held there
 
 
-def _checkpointed(block: Block, *, selective: bool) -> list[_Change]:
+def _checkpoint(block: Block, put_back: list[_Change], *, selective: bool) -> None:
     """Make one block be computed again. Forward hooks stay outside, so that they run once."""
     module = block.module
     recomputation = Recomputation(module, selective=selective)
     if is_marked(module):  # it also takes care of the cache of keys and values
-        return [
-            _set(module, "gradient_checkpointing", True),
-            _set(module, "_gradient_checkpointing_func", recomputation.run),
-        ]
-    return [_set(module, "forward", partial(recomputation.run, module.forward))]
+        _set(module, "_gradient_checkpointing_func", recomputation.run, put_back)
+        _set(module, "gradient_checkpointing", True, put_back)
+    else:
+        _set(module, "forward", partial(recomputation.run, module.forward), put_back)
 
 
-def _cache_turned_off(model: nn.Module) -> list[_Change]:
+def _turn_cache_off(model: nn.Module, put_back: list[_Change]) -> None:
     """Models of transformers keep keys and values while they train, which a second run would add to."""
     configs = {id(config): config for config in (vars(module).get("config") for module in model.modules())}
-    return [_set(config, "use_cache", False) for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in configs.values():
+        if getattr(config, "use_cache", None) is True:
+            _set(config, "use_cache", False, put_back)
 
 
-def _set(owner: Any, name: str, value: Any) -> _Change:
-    before = _own(owner).get(name, _MISSING)
+def _set(owner: Any, name: str, value: Any, put_back: list[_Change]) -> None:
+    put_back.append((owner, name, _own(owner).get(name, _MISSING)))
     _own(owner)[name] = value
-    return owner, name, before
 
 
 def _own(owner: Any) -> dict[str, Any]:
     """What an object holds itself. Past its `__setattr__`: a module would register what is put there."""
     held: dict[str, Any] = owner.__dict__
     return held
-
-
-def _is_checkpointed_already(block: nn.Module) -> bool:
-    return vars(block).get("gradient_checkpointing") is True
 
 
 def _is_compiled(model: nn.Module) -> bool:

@@ -6,7 +6,7 @@ import errno
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import psutil
 import torch
@@ -44,15 +44,29 @@ class Offload(AbstractLever):
 class _Shelved:
     """A tensor that lies on the host."""
 
-    __slots__ = ("__weakref__", "copy", "device")
+    __slots__ = ("__weakref__", "copy", "device", "shape")
 
-    def __init__(self, copy: Tensor, device: torch.device) -> None:
-        self.copy, self.device = copy, device
+    def __init__(self, copy: Tensor, device: torch.device, shape: torch.Size) -> None:
+        self.copy, self.device, self.shape = copy, device, shape
+
+
+class _Stayed(NamedTuple):
+    """A tensor that stays where it is, without its graph: its own node would keep that, and itself, alive for ever."""
+
+    tensor: Tensor
+    version: int
+
+
+class _There(NamedTuple):
+    """A storage, of which a part has been moved."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    shelved: weakref.ref[_Shelved]
 
 
 @final
 class HostShelf:
-    """Where saved tensors lie, and how many bytes of them there are.
+    """Where saved tensors lie, and how many bytes of them there are. What several operations need lies there once.
 
     An OSError says when the host has no room for more: larger micro-batches would need more still.
     """
@@ -61,37 +75,55 @@ class HostShelf:
         self._subject = subject
         self._weights = _storages(subject.module)
         self._room_bytes = int(psutil.virtual_memory().available * _OF_FREE_FRAC)
+        self._there: dict[tuple[Any, ...], _There] = {}
         self.held_bytes = 0
 
     def put(self, tensor: Tensor) -> Any:
         """What to keep in place of the tensor."""
         if not self._is_worth_moving(tensor):
-            return tensor
-        num_bytes = tensor.numel() * tensor.element_size()
+            return _Stayed(tensor.detach(), _version_of(tensor))
+        key = _key_of(tensor)
+        there = self._there.get(key)
+        shelved = None if there is None or there.storage() is None else there.shelved()
+        if shelved is None:
+            shelved = self._moved(tensor)
+            self._there[key] = _There(weakref.ref(tensor.untyped_storage()), weakref.ref(shelved))
+        return shelved
+
+    def take(self, kept: Any) -> Tensor:
+        """The tensor again.
+
+        Raises:
+            RuntimeError: When one that stayed was changed in place, which torch sees only where there are no hooks.
+        """
+        if isinstance(kept, _Stayed):
+            if _version_of(kept.tensor) != kept.version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a tensor of shape {tuple(kept.tensor.shape)}."
+                )
+            return kept.tensor
+        assert isinstance(kept, _Shelved)
+        made = torch.empty_like(kept.copy, device=kept.device).copy_(kept.copy, non_blocking=True)
+        return made.expand(kept.shape)
+
+    def _is_worth_moving(self, tensor: Tensor) -> bool:
+        if tensor.layout != torch.strided or isinstance(tensor, nn.Parameter):
+            return False
+        part = _without_repeats(tensor)
+        is_large = part.numel() * part.element_size() >= self._subject.worth_moving_bytes
+        return is_large and tensor.untyped_storage()._cdata not in self._weights
+
+    def _moved(self, tensor: Tensor) -> _Shelved:
+        part = _without_repeats(tensor.detach())
+        num_bytes = part.numel() * part.element_size()
         if self.held_bytes + num_bytes > self._room_bytes:
             text = f"offloaded activations need more than the {format_bytes(self._room_bytes)} of host memory that are free"
             raise OSError(errno.ENOMEM, text)
         with self._subject.off_device(), torch.no_grad():
-            copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            copy.copy_(tensor, non_blocking=tensor.is_cuda)
-        return self._counted(_Shelved(copy, tensor.device), num_bytes)
-
-    def take(self, kept: Any) -> Tensor:
-        """The tensor again."""
-        if isinstance(kept, Tensor):
-            return kept
-        assert isinstance(kept, _Shelved)
-        return torch.empty_like(kept.copy, device=kept.device).copy_(kept.copy, non_blocking=True)
-
-    def _is_worth_moving(self, tensor: Tensor) -> bool:
-        is_dense = tensor.layout == torch.strided and not isinstance(tensor, nn.Parameter)
-        return (
-            is_dense
-            and tensor.numel() * tensor.element_size() >= self._subject.worth_moving_bytes
-            and tensor.untyped_storage()._cdata not in self._weights
-        )
-
-    def _counted(self, shelved: _Shelved, num_bytes: int) -> _Shelved:
+            copy = torch.empty_like(part, device="cpu", pin_memory=tensor.is_cuda)
+            copy.copy_(part, non_blocking=tensor.is_cuda)
+        shelved = _Shelved(copy, tensor.device, tensor.shape)
         self.held_bytes += num_bytes
         self._subject.note_host_bytes(self.held_bytes)
         weakref.finalize(shelved, self._let_go, num_bytes).atexit = False
@@ -99,6 +131,24 @@ class HostShelf:
 
     def _let_go(self, num_bytes: int) -> None:
         self.held_bytes -= num_bytes
+
+
+def _key_of(tensor: Tensor) -> tuple[Any, ...]:
+    """The same for two tensors that are the same view of the same storage, with nothing written in between."""
+    place = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
+    return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg(), _version_of(tensor))
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _without_repeats(tensor: Tensor) -> Tensor:
+    """One of each dimension that `expand` made."""
+    for dim in range(tensor.ndim):
+        if tensor.stride(dim) == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _storages(module: nn.Module) -> set[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, final
 
@@ -20,6 +20,8 @@ _FLAGS = {
     "foreach": {"foreach": True, "fused": False},
     "fused": {"foreach": False, "fused": True},
 }
+
+_UNSCALES = "_step_supports_amp_scaling"
 
 
 @final
@@ -43,6 +45,8 @@ class OptimizerImpl(AbstractLever):
             return f"{name} has no {level} implementation"
         if all(_uses_already(group, level, subject.device) for group in optimizer.param_groups):
             return f"{name} uses it already"
+        if level == "fused" and _has_sparse_gradients(subject.module):
+            return "gradients of the embeddings are sparse, which fused steps refuse"
         return _reason_of_trial(optimizer, level)
 
     @contextmanager
@@ -55,11 +59,16 @@ class OptimizerImpl(AbstractLever):
         before = [(group, {flag: group[flag] for flag in wanted if flag in group}) for group in optimizer.param_groups]
         for group, flags in before:
             group.update({flag: wanted[flag] for flag in flags})
-        if levers.optimizer_impl == "fused":
-            _move_counters(optimizer)
+        # A fused step unscales gradients itself, which its constructor tells GradScaler; the others cannot.
+        marks = {_UNSCALES: vars(optimizer)[_UNSCALES]} if _UNSCALES in vars(optimizer) else {}
         try:
+            if levers.optimizer_impl == "fused":
+                _move_counters(optimizer)
+            else:
+                vars(optimizer).update(dict.fromkeys(marks, False))
             yield
         finally:
+            vars(optimizer).update(marks)
             for group, flags in before:
                 group.update(flags)
 
@@ -73,13 +82,23 @@ def _uses_already(group: dict[str, Any], level: str, device: torch.device) -> bo
     return level == ("foreach" if (by_default if foreach is None else foreach) else "for-loop")
 
 
+def _has_sparse_gradients(module: nn.Module) -> bool:
+    return any(isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse for part in module.modules())
+
+
+_PLAIN = (int, float, str, tuple, type(None))
+
+
 def _reason_of_trial(optimizer: Optimizer, level: str) -> str | None:
     """Whether the optimizer takes one step of a few numbers so; on the device and in the type of its parameters."""
     kinds = {(p.device, p.dtype): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     tiny = copy.copy(optimizer)
-    tiny.state = defaultdict(dict)
-    parameters = [_tiny(parameter) for parameter in kinds.values() if parameter.device.type != "meta"]
-    tiny.param_groups = [{**optimizer.param_groups[0], **_FLAGS[level], "params": parameters}]
+    # Optimizers copy their groups and state only; classes that derive from torch's step with attributes of their own.
+    vars(tiny).update({name: v for name, v in vars(optimizer).items() if name not in vars(tiny) and isinstance(v, _PLAIN)})
+    parameters = {_tiny(parameter): parameter for parameter in kinds.values() if parameter.device.type != "meta"}
+    # Some make their state when they are made (Adagrad until torch 2.6), so that there must be some.
+    tiny.state = defaultdict(dict, {made: _tiny_state(optimizer.state, whole) for made, whole in parameters.items()})
+    tiny.param_groups = [{**optimizer.param_groups[0], **_FLAGS[level], "params": list(parameters)}]
     try:
         tiny.step()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason
@@ -88,9 +107,18 @@ def _reason_of_trial(optimizer: Optimizer, level: str) -> str | None:
 
 
 def _tiny(parameter: torch.Tensor) -> nn.Parameter:
-    made = nn.Parameter(torch.zeros(4, dtype=parameter.dtype, device=parameter.device))
+    made = nn.Parameter(torch.zeros(min(4, parameter.numel()), dtype=parameter.dtype, device=parameter.device))
     made.grad = torch.zeros_like(made)
     return made
+
+
+def _tiny_state(states: Mapping[Any, dict[str, Any]], parameter: torch.Tensor) -> dict[str, Any]:
+    """What the optimizer holds for this parameter, for the first few of its numbers."""
+    found = dict(states[parameter]) if parameter in states else {}
+    for name, value in found.items():
+        if isinstance(value, torch.Tensor):
+            found[name] = value.detach().flatten()[:4].clone() if value.shape == parameter.shape else value.clone()
+    return found
 
 
 def _move_counters(optimizer: Optimizer) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, update_wrapper
+from operator import attrgetter
 from typing import Any, ClassVar, final
 
 import torch
@@ -33,6 +34,8 @@ class Precision(AbstractLever):
         if level == "fp32":
             return None
         low = {parameter.dtype for parameter in subject.module.parameters() if parameter.is_floating_point()}
+        if not low:
+            return "no weight is a real floating-point number"
         if torch.float32 not in low:
             return f"the weights are {', '.join(sorted(map(str, low)))}, which is what the caller uses already"
         kind = subject.device.type
@@ -81,18 +84,10 @@ def under_autocast(loss: Callable[[Any], Tensor], levers: Levers, device: torch.
 
 @contextmanager
 def _forward_under_autocast(levers: Levers, subject: Subject) -> Iterator[None]:
-    module, device = subject.module, subject.device
-    forward = module.forward
+    module = subject.module
     before = vars(module).get("forward")
-
-    @wraps(forward)
-    def cast_forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_autocast_enabled(device.type):  # the loss is inside of a region as well, and decides for itself
-            return forward(*args, **kwargs)
-        with autocast_for(levers, device):
-            out = forward(*args, **kwargs)
-        return tree_map(_widened, out)
-
+    # Not a closure: a deep copy of the model, made while inside, would run this model's forward pass.
+    cast_forward = update_wrapper(partial(_cast, module.forward, levers, subject.device), module.forward)
     vars(module)["forward"] = cast_forward
     try:
         yield
@@ -103,18 +98,45 @@ def _forward_under_autocast(levers: Levers, subject: Subject) -> Iterator[None]:
             vars(module)["forward"] = before
 
 
+def _cast(forward: Callable[..., Any], levers: Levers, device: torch.device, /, *args: Any, **kwargs: Any) -> Any:
+    if torch.is_autocast_enabled(device.type):  # the loss is inside of a region as well, and decides for itself
+        return forward(*args, **kwargs)
+    with autocast_for(levers, device):
+        out = forward(*args, **kwargs)
+    return tree_map(_widened, out)
+
+
 def _widened(leaf: Any) -> Any:
     return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in DTYPES.values() else leaf
 
 
 @contextmanager
 def _matmul_precision(level: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(level)
+    """By the old name; by the new ones (torch 2.9) where those were used, since torch then does not tell the old one."""
+    names = ("cuda.matmul", "mkldnn.matmul") if hasattr(torch.backends, "fp32_precision") else ()
+    places = [attrgetter(name)(torch.backends) for name in names]
+    by_new_names = [(place, place.fp32_precision) for place in places]
+    by_old_name = matmul_precision()
+    if by_old_name is None:
+        places[0].fp32_precision = "tf32"
+    else:
+        torch.set_float32_matmul_precision(level)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        if by_old_name is not None:
+            torch.set_float32_matmul_precision(by_old_name)
+        for place, precision in by_new_names:  # the old name's setter leaves its own value there, in place of none
+            if place.fp32_precision != precision:
+                place.fp32_precision = precision
+
+
+def matmul_precision() -> str | None:
+    """How matrix products of float32 are computed, None where torch does not tell by this name."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
 
 
 def _reason_of_device(level: str, device: torch.device) -> str | None:
@@ -135,6 +157,6 @@ def _reason_of_gpu(level: str, device: torch.device) -> str | None:
         return None
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return "TF32 needs an NVIDIA GPU of compute capability 8.0 or newer"
-    if torch.get_float32_matmul_precision() != "highest":
+    if matmul_precision() != "highest":
         return "matrix products use TF32 already"
     return None

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autoaccum import Plan
 from autoaccum.levers import Subject, applied
 from autoaccum.records import Levers
 from autoaccum.targets.demos import Gpt, resnet
@@ -436,3 +437,21 @@ def gradients(
     for parameter in module.parameters():
         parameter.grad = None
     return found
+
+
+def plan_of(levers: Levers, rows: int = 6, micro_batch: int = 2) -> Plan:
+    """A plan that nothing was measured for."""
+    steps = rows // micro_batch
+    return Plan(
+        target_batch=rows,
+        world_size=1,
+        effective_batch=rows,
+        micro_batch=micro_batch,
+        accumulation_steps=steps,
+        micro_batch_sizes=(micro_batch,) * steps,
+        max_micro_batch=micro_batch,
+        limited_by="target",
+        evidence="measured",
+        budget_bytes=2**30,
+        levers=levers,
+    )

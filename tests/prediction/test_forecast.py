@@ -352,7 +352,7 @@ def test_search_without_prediction_predicts_nothing() -> None:
     assert plan_of(mlp, 2**30, False).predicted_peak_bytes is None
 
 
-@pytest.mark.parametrize("factor", [0.0, 0.33, 3.0, 1e9])
+@pytest.mark.parametrize("factor", [0.0, 0.33, pytest.param(3.0, marks=pytest.mark.slow), 1e9])
 def test_wrong_forecast_changes_no_answer(
     factor: float, peaks: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -316,7 +316,7 @@ def tracing(workload: Workload, **more: Any) -> TraceAt:
 @pytest.mark.parametrize(
     ("name", "in_place"),
     [
-        *((name, False) for name in MODELS),
+        *(pytest.param(name, False, marks=pytest.mark.slow if name == "attention" else ()) for name in MODELS),
         *(pytest.param(name, True, marks=() if name in ("mlp", "checkpointed") else pytest.mark.slow) for name in MODELS),
     ],
 )

@@ -299,7 +299,7 @@ CASES: dict[str, Callable[[], Case]] = {
 LESS_COMMON = (
     "gru", "transformer layer", "autocast and checkpointed", "checkpointed with dropout", "attention, not causal", "complex",
     "embedding bag", "adamw amsgrad", "rmsprop", "adagrad", "own fused adamw with state", "nested", "float64", "sgd",
-    "momentum", "own adagrad", "own fresh adamw",
+    "momentum", "own adagrad", "own fresh adamw", "adamw loop", "checkpointed, reentrant", "loss with two terms",
 )  # fmt: skip
 
 
@@ -313,10 +313,14 @@ def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]()
 
 
-FEW = ("batch norm", "attention with dropout", "checkpointed selectively", "adamw foreach", "own momentum with state")
+FEW = ("attention with dropout", "checkpointed selectively", "adamw foreach")
+FEW_MORE = ("batch norm", "own momentum with state")
 
 
-@pytest.fixture(params=FEW, ids=lambda name: name.replace(" ", "-"))
+@pytest.fixture(
+    params=[*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in FEW_MORE)],
+    ids=[name.replace(" ", "-") for name in (*FEW, *FEW_MORE)],
+)
 def few(request: pytest.FixtureRequest) -> Case:
     """A few of them."""
     torch.manual_seed(0)
@@ -352,7 +356,7 @@ def from_transformers(kind: str) -> Case:
     return Case(workload.model, ids(64))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 17])
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow), 17])
 def test_peak_of_other_sizes(rows: int) -> None:
     """Sizes other than the sample's, one row included, are traced as they run."""
     case = Case(Language(Attention()), ids())
@@ -367,7 +371,13 @@ def test_compiled_model_is_traced_as_it_runs_eagerly() -> None:
     assert (compiled.events, compiled.sizes) == (plain.events, plain.sizes)
 
 
-@pytest.mark.parametrize("name", ["batch norm", "attention with dropout", "frozen", "checkpointed", "bfloat16"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("batch norm", "attention with dropout", "checkpointed"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("frozen", "bfloat16")),
+    ],
+)
 def test_meta_model_is_traced_like_one_with_values(name: str) -> None:
     """A model on the meta device has the trace of the same model in host memory."""
     case = CASES[name]()

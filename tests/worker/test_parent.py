@@ -182,7 +182,6 @@ def test_search_goes_on_without_a_prediction_where_tracing_ends_the_worker() -> 
     assert any("ended without an answer (exit code -11)" in text for text in result.warnings)
 
 
-@pytest.mark.slow
 def test_segmentation_fault_is_a_trial_of_the_plan() -> None:
     """A kernel that crashes above one row leads to a plan of single rows, limited by memory."""
     plan = search("crashing_above_one", target_batch=2)
