@@ -31,7 +31,9 @@ class Foresight:
 
     def is_affordable(self, family: Levers) -> bool:
         """Whether there is a prediction of this family, or time left to make one."""
-        return self._tracing_s <= _TRACING_S or _plain(family) in self._search.known_forecasts()
+        if _plain(family) in self._search.known_forecasts():
+            return True
+        return self._tracing_s <= _TRACING_S and not self._search.is_late()
 
     def blocks_for(self, family: Levers, size: int) -> int | None:
         """The smallest number of checkpointed blocks with which the size fits, None where it never does."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
@@ -143,6 +143,10 @@ class Plan(PlanRecord, frozen=True, kw_only=True, tag_field="record", tag="autoa
 
     def __str__(self) -> str:
         return plan_text(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython shows as text."""
+        printer.text(str(self))
 
     def _repr_html_(self) -> str:
         return plan_fragment(self)

@@ -317,7 +317,7 @@ class Search:
         except Exception as error:
             self.ranks.agree(Report(None, f"{type(error).__name__}: {error}"[:500]))
             raise
-        agreed = self.ranks.agree(Report(attempt.trial.outcome, None, self._is_late()))
+        agreed = self.ranks.agree(Report(attempt.trial.outcome, None, self.is_late()))
         assert agreed.outcome is not None
         self.time_is_up = agreed.time_is_up
         trial = attempt.trial if self.ranks.world_size == 1 else _changed(attempt.trial, outcome=agreed.outcome)
@@ -402,7 +402,8 @@ class Search:
         log = self.log_of(levers)
         return [t.outcome for t in log if t.candidate.micro_batch == size and isinstance(t.outcome, Fit)]
 
-    def _is_late(self) -> bool:
+    def is_late(self) -> bool:
+        """Whether the caller's time is up."""
         limit = self.request.time_budget_s
         return limit is not None and time.monotonic() - self._begun > limit
 

@@ -8,8 +8,8 @@ from typing import Any, final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from autoaccum.records import Candidate, Fit, Trial
-from autoaccum.report.tables import outcome_in_words
+from autoaccum.records import Candidate, Fit, Levers, Trial
+from autoaccum.report.tables import levers_in_words, outcome_in_words
 
 
 @final
@@ -44,8 +44,9 @@ class ProgressBar:
 
     def started(self, candidate: Candidate, purpose: str) -> None:
         """A trial begins."""
-        what = "trying" if purpose == "probe" else "running the plan's step at"
-        self._progress.update(self._task, description=f"{what} micro-batch {candidate.micro_batch}")
+        what = "trying" if purpose == "probe" else "running the whole step at"
+        levers = "" if candidate.levers == Levers() else f", {levers_in_words(candidate.levers)}"
+        self._progress.update(self._task, description=f"{what} micro-batch {candidate.micro_batch}{levers}")
 
     def finished(self, trial: Trial) -> None:
         """A trial is over."""

@@ -9,6 +9,7 @@ from autoaccum.records import (
     CheckResult,
     Environment,
     Fit,
+    Levers,
     MemoryAccount,
     Outlook,
     PlanRecord,
@@ -228,7 +229,7 @@ def _limit_in_words(size: int, found: PlanRecord | ProbeResult, following: str) 
         basis = f"exact: it ran, and {following}{named} ran and failed"
     elif above:
         basis = f"measured: it ran, and {min(above)} failed; sizes between them were not tried"
-    elif found.limited_by == "memory":
+    elif found.limited_by == "memory" and found.levers == Levers():
         basis = f"measured: it ran, and the peaks of smaller sizes show that {following} cannot fit"
     else:
         basis = "measured: it ran, and no larger size was tried"

@@ -27,7 +27,7 @@ def test_what_is_tried_is_shown() -> None:
         bar.started(Candidate(micro_batch=12), "confirm")
         bar._progress.refresh()
     assert "trying micro-batch 16" in page.getvalue()
-    assert "running the plan's step at micro-batch 12" in page.getvalue()
+    assert "running the whole step at micro-batch 12" in page.getvalue()
 
 
 def test_outcomes_are_shown_and_counted(trials: tuple[Trial, ...]) -> None:
