@@ -36,8 +36,8 @@ from autoaccum.tune import probe_workload, tune_workload
 
 RESULTS = Path(__file__).parent / "results"
 TARGETS = {
-    "gpt": "demo:gpt?layers=12&width=256&heads=4&seq_len=256&vocabulary=4096",
-    "resnet": "demo:resnet?image=64&width=64&blocks=4",
+    "gpt": "demo:gpt?layers=12&width=128&heads=4&seq_len=128&vocabulary=1024",
+    "resnet": "demo:resnet?image=64&width=32&blocks=4",
 }
 SWEPT = {
     "gpt": ("demo:gpt?layers=12&width=128&heads=4&seq_len=128&vocabulary=1024", 16),
@@ -46,37 +46,44 @@ SWEPT = {
 _PAIRS = 7
 
 
-def holding_two(name: str) -> int:
-    """A budget at which the plain step holds two rows, and not three: between the peaks of the two."""
-    workload, peaks = load_target(TARGETS[name]), []
-    for rows in (2, 3):
-        result = probe_workload(workload, Request(max_micro_batch=rows, multiple_of=rows), device="cpu")
-        peaks.append(result.measured_peak_bytes or 0)
-    return (peaks[0] + peaks[1]) // 2
+def peak(target: str, rows: int) -> int:
+    """The measured peak of this many rows as they are."""
+    request = Request(max_micro_batch=rows, multiple_of=rows, predict=False)
+    return probe_workload(load_target(target), request, device="cpu").measured_peak_bytes or 0
+
+
+def between(target: str, rows: int) -> int:
+    """A budget that holds so many rows as they are, and not one more; each peak is that of a process of its own."""
+    return sum(int(of_process("peak", target, str(size))) for size in (rows, rows + 1)) // 2
 
 
 def reach(name: str) -> dict[str, Any]:
-    """The largest micro-batch without levers and with those that keep the numerics."""
-    budget = holding_two(name)
+    """The largest micro-batch without levers and with those that keep the numerics, where 2 rows fit as they are."""
+    budget = between(TARGETS[name], 2)
     found: dict[str, Any] = {"target": TARGETS[name], "budget_bytes": budget}
     for levers in ("none", "exact"):
-        begun = time.perf_counter()
-        result = probe_workload(load_target(TARGETS[name]), Request(levers=levers, budget=budget), device="cpu")
-        found[levers] = {
-            "max_micro_batch": result.max_micro_batch,
-            "levers": words(result.levers),
-            "probes": len(result.trials),
-            "failures": sum(not isinstance(trial.outcome, Fit) for trial in result.trials),
-            "solving_probes": sum(trial.candidate.levers != result.trials[0].candidate.levers for trial in result.trials),
-            "seconds": time.perf_counter() - begun,
-        }
+        found[levers] = of_process("reached", TARGETS[name], levers, str(budget))
     return found
+
+
+def reached(target: str, levers: str, budget: str) -> dict[str, Any]:
+    """How many rows fit with these levers, and what it took to find out."""
+    begun = time.perf_counter()
+    result = probe_workload(load_target(target), Request(levers=levers, budget=int(budget)), device="cpu")
+    return {
+        "max_micro_batch": result.max_micro_batch,
+        "levers": words(result.levers),
+        "probes": len(result.trials),
+        "failures": sum(not isinstance(trial.outcome, Fit) for trial in result.trials),
+        "solving_probes": sum(trial.candidate.levers != result.trials[0].candidate.levers for trial in result.trials),
+        "seconds": time.perf_counter() - begun,
+    }
 
 
 def sweep(name: str) -> dict[str, Any]:
     """The chosen setting against the best of all that fit."""
     target, rows = SWEPT[name]
-    budget = _some_budget(target, rows)
+    budget = between(target, rows // 4)
     begun = time.perf_counter()
     plan = tune_workload(load_target(target), Request(target_batch=rows, levers="exact", budget=budget), device="cpu")
     tuning_s = time.perf_counter() - begun
@@ -108,17 +115,6 @@ def sweep(name: str) -> dict[str, Any]:
         "trials": len(plan.trials),
         "tuning_s": tuning_s,
     }
-
-
-def _some_budget(target: str, rows: int) -> int:
-    """A budget at which about a quarter of the target fits as it is."""
-    peaks = [
-        probe_workload(
-            load_target(target), Request(max_micro_batch=size, multiple_of=size), device="cpu"
-        ).measured_peak_bytes
-        for size in (rows // 4, rows // 4 + 1)
-    ]
-    return sum(peak or 0 for peak in peaks) // 2
 
 
 def _every_setting(exploration: Exploration) -> list[Levers]:
@@ -165,24 +161,34 @@ def words(levers: Levers) -> str:
     return ", ".join(turned) or "none"
 
 
-CASES = {"reach": (reach, TARGETS), "sweep": (sweep, SWEPT), "render": (render, SWEPT)}
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "reach": (reach, TARGETS),
+    "sweep": (sweep, SWEPT),
+    "render": (render, SWEPT),
+}
+PARTS = {"peak": lambda target, rows: peak(target, int(rows)), "reached": reached}
+
+
+def of_process(kind: str, *arguments: str) -> Any:
+    """What a case or a part of one gives in a process of its own, on one thread: two would wait for each other."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--one", kind, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env={**os.environ, "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1", "OMP_NUM_THREADS": "1"},
+    )
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main(kinds: list[str]) -> None:
     """Run every case in a process of its own and write the results."""
     path = RESULTS / "tradeoffs.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    found["torch"], found["threads"] = str(torch.__version__), torch.get_num_threads()
+    found["torch"], found["threads"] = str(torch.__version__), 1
     for kind in kinds or list(CASES):
         for name in CASES[kind][1]:
-            done = subprocess.run(
-                [sys.executable, __file__, "--one", kind, name],
-                capture_output=True,
-                text=True,
-                check=True,
-                env={**os.environ, "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1"},
-            )
-            found.setdefault(kind, {})[name] = json.loads(done.stdout.splitlines()[-1])
+            found.setdefault(kind, {})[name] = of_process(kind, name)
             print(kind, name, json.dumps(found[kind][name]), flush=True)
             path.write_text(json.dumps(found, indent=2) + "\n")
     (RESULTS / "tradeoffs.md").write_text(in_words(found))
@@ -190,7 +196,7 @@ def main(kinds: list[str]) -> None:
 
 def in_words(found: dict[str, Any]) -> str:
     """The results as Markdown tables."""
-    lines = ["# Levers on host memory", "", f"torch {found['torch']}, {found['threads']} threads.", ""]
+    lines = ["# Levers on host memory", "", f"torch {found['torch']}, {found['threads']} thread.", ""]
     lines += ["| at a budget that holds 2 rows | rows with exact levers | how | probes | beyond the search |"]
     lines += ["|---|---|---|---|---|"]
     for name, case in found.get("reach", {}).items():
@@ -214,6 +220,7 @@ def in_words(found: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
-        print(json.dumps(CASES[sys.argv[2]][0](sys.argv[3])))
+        run = PARTS[sys.argv[2]] if sys.argv[2] in PARTS else CASES[sys.argv[2]][0]
+        print(json.dumps(run(*sys.argv[3:])))
     else:
         main(sys.argv[1:])
