@@ -42,7 +42,14 @@ def settings_kept() -> Iterator[None]:
     np.random.set_state(others[1])
 
 
-@EACH
+LONG = (pytest.mark.slow, pytest.mark.timeout(900))  # several searches, each with its traces
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=LONG if path.stem == "02_tradeoffs" else ()) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 @pytest.mark.usefixtures("settings_kept")
 def test_notebook_runs(path: Path) -> None:
     """Every code cell runs, one after the other, without a warning, and comes to what its text says."""
@@ -66,7 +73,16 @@ def exactness(names: dict[str, Any]) -> None:
     assert torch.equal(names["replayed"], names["straight"])
 
 
-CLAIMS = {"01_quickstart": quickstart, "03_exactness": exactness}
+def tradeoffs(names: dict[str, Any]) -> None:
+    plain, plan, lean = names["plain"], names["plan"], names["lean"]
+    assert plan.micro_batch >= plain.micro_batch and plan.timing is not None
+    assert plan.timing.median_s <= min(row.timing.median_s for row in plan.settings if row.timing) * 1.5
+    assert lean.measured_peak_bytes < plain.measured_peak_bytes
+    assert names["result"].levers.checkpointing == "full"
+    assert torch.equal(names["other"], names["whole"])
+
+
+CLAIMS = {"01_quickstart": quickstart, "02_tradeoffs": tradeoffs, "03_exactness": exactness}
 
 
 @EACH
