@@ -12,6 +12,7 @@ import msgspec
 
 from autoaccum.errors import AutoaccumError
 from autoaccum.fingerprint import digest, fingerprint_of
+from autoaccum.levers.blocks import find_blocks
 from autoaccum.records import Fit, PlanRecord, Record, from_json, to_json
 from autoaccum.report.files import write_whole
 from autoaccum.session import Search
@@ -60,7 +61,9 @@ class Cache:
         )
 
     def remember(self, plan: PlanRecord) -> PlanRecord:
-        """Write the plan down; where that cannot be, the plan says so."""
+        """Write the plan down; where that cannot be, the plan says so. One that the clock cut short is not worth keeping."""
+        if self._search.time_is_up:
+            return plan
         text = to_json(_File(fingerprint=self._fingerprint, plan=to_json(plan)))
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,6 +72,13 @@ class Cache:
             note = f"The plan could not be remembered: {error}."
             return msgspec.structs.replace(plan, warnings=(*plan.warnings, note))
         return plan
+
+    def _is_of_this_call(self, plan: PlanRecord) -> bool:
+        """Whether the plan can be meant: a file may have been edited."""
+        search = self._search
+        ours = search.request.target_batch, search.ranks.world_size, search.ranks.rank
+        blocks = len(find_blocks(search.workload.module, plan.levers.block_names))
+        return (plan.target_batch, plan.world_size, plan.rank) == ours and plan.levers.checkpointed_blocks <= blocks
 
     def _read(self) -> PlanRecord | None:
         try:
@@ -79,7 +89,10 @@ class Cache:
             held = msgspec.json.decode(self._path.read_bytes(), type=_File)
             if held.fingerprint != self._fingerprint:
                 raise OSError("it is of another setup")
-            return from_json(held.plan, PlanRecord)
+            plan = from_json(held.plan, PlanRecord)
+            if not self._is_of_this_call(plan):
+                raise OSError("its plan is of another call")
+            return plan
         except (OSError, msgspec.MsgspecError, AutoaccumError, RecursionError, ValueError) as error:
             self._search.warnings.append(f"The remembered plan {self._path} was ignored: {error}.")
             return None
