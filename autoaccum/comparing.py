@@ -32,7 +32,7 @@ from autoaccum.records import (
     from_json,
     plain,
 )
-from autoaccum.timing import noise_frac, timing_of
+from autoaccum.timing import timing_of
 from autoaccum.units import format_bytes, shown
 
 Run = PlanRecord | ProbeResult
@@ -498,9 +498,14 @@ def _rate(rows: int, timing: Timing | None) -> Figure | None:
         return None
     off = timing.interval_frac
     if off is None:
-        off = _WIDENED[timing.num] * abs(noise_frac(timing)) if timing.num in _WIDENED else inf
+        off = _WIDENED[timing.num] * _quartiles_frac(timing) if timing.num in _WIDENED else inf
     rate = rows / timing.median_s
     return Figure(value=rate, low=rate / (1 + off), high=rate / (1 - off) if off < 1 else None)
+
+
+def _quartiles_frac(timing: Timing) -> float:
+    """Half the distance of the quartiles, as a fraction of the median."""
+    return abs(timing.third_quartile_s - timing.first_quartile_s) / 2 / timing.median_s
 
 
 def _headline_peak(run: Run) -> Figure | None:
