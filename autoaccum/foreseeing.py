@@ -11,7 +11,7 @@ import msgspec
 
 from autoaccum.levers import Space
 from autoaccum.prediction.forecast import Forecast
-from autoaccum.records import Fit, Levers
+from autoaccum.records import Fit, Levers, Refused
 from autoaccum.search.standing import peaks_of
 from autoaccum.session import Search
 from autoaccum.tradeoffs.points import Point, alike, with_blocks
@@ -36,18 +36,22 @@ class Foresight:
         return self._tracing_s <= _TRACING_S and not self._search.is_late()
 
     def blocks_for(self, family: Levers, size: int) -> int | None:
-        """The smallest number of checkpointed blocks with which the size fits, None where it never does."""
+        """The smallest number of checkpointed blocks with which the size fits, None where it never does.
+
+        All of them where nothing is predicted: each smaller number would be a trial that may fail.
+        """
         if family.checkpointing == "off":
             return 0 if self.fits(family, size) else None
         total = self._space.num_blocks
         if not self.fits(with_blocks(family, total), size):
             return None
-        return self.fewest_predicted(family, size, total)
+        known = self.raw_peak(with_blocks(family, total), size) is not None
+        return self.fewest_predicted(family, size, total) if known else total
 
     def fewest_predicted(self, family: Levers, size: int, enough: int) -> int:
         """The smallest number of checkpointed blocks that is expected to do, given one that does."""
         low, high = 0, enough  # `low` is taken not to fit: with no block it is another family
-        while high - low > 1 and not self._is_last(family, size, high):
+        while high - low > 1:
             middle = min(max(self._interpolated(family, size, low, high), low + 1), high - 1)
             low, high = (low, middle) if self.fits(with_blocks(family, middle), size) else (middle, high)
         return high
@@ -59,16 +63,11 @@ class Foresight:
             return (low + high) // 2
         return low + ceil((above - self._search.guide_bytes) / (above - below) * (high - low))
 
-    def _is_last(self, family: Levers, size: int, blocks: int) -> bool:
-        """Whether one block less is not going to fit, if blocks save alike; spares a trace that would say so."""
-        here, none = (self.peak(with_blocks(family, number), size) for number in (blocks, 0))
-        return here is not None and none is not None and here + (none - here) / blocks > self._search.guide_bytes
-
     def fits(self, levers: Levers, size: int) -> bool:
         """By what ran, where something ran that tells; else by the prediction; without one, it may."""
         for trial in self._search.trials:
             other, blocks = trial.candidate, trial.candidate.levers.checkpointed_blocks
-            if not alike(other.levers, levers):
+            if not alike(other.levers, levers) or (isinstance(trial.outcome, Refused) and trial.outcome.bound == "floor"):
                 continue
             if isinstance(trial.outcome, Fit):
                 if other.micro_batch >= size and blocks <= levers.checkpointed_blocks:
