@@ -67,6 +67,8 @@ class Cache:
         text = to_json(_File(fingerprint=self._fingerprint, plan=to_json(plan)))
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._path.exists() and not self._path.is_file():
+                raise OSError(f"{self._path} is no file")
             write_whole(self._path, text)
         except OSError as error:
             note = f"The plan could not be remembered: {error}."

@@ -83,8 +83,11 @@ class Foresight:
         return None if raw is None else raw + self._offset(levers)
 
     def known_peak(self, levers: Levers, size: int) -> int | None:
-        """The prediction as it was made, None where none was."""
-        return None if self.forecast_of(levers) is None else self.raw_peak(levers, size)
+        """The prediction, where the traces that it takes were made already."""
+        known, needed = self._search.known_forecasts(), {_plain(levers)}
+        if levers != _plain(levers):
+            needed |= {AS_IT_IS, Levers(optimizer_impl=levers.optimizer_impl)}
+        return self.raw_peak(levers, size) if needed <= set(known) else None
 
     def _raw_peak(self, levers: Levers, size: int) -> int | None:
         plain = _plain(levers)

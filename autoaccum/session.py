@@ -181,6 +181,8 @@ class Search:
             )
         stored = [] if self.study is None else self.study.news()
         stored = self.ranks.gather(stored)[0]
+        if not any(isinstance(trial.outcome, Fit) for trial in stored):  # what was uncertain then is to be seen again
+            stored = [trial for trial in stored if _is_of_memory(trial)]
         unknown = [trial for trial in self.trials if trial not in stored]
         self.trials = stored + unknown
         if self.study is not None:
@@ -314,8 +316,11 @@ class Search:
                 purpose=purpose,
                 is_enough=is_enough,
             )
-        except Exception as error:
-            self.ranks.agree(Report(None, f"{type(error).__name__}: {error}"[:500]))
+        except BaseException as error:
+            if self.study is not None:
+                self.study.abandon()
+            if isinstance(error, Exception):
+                self.ranks.agree(Report(None, f"{type(error).__name__}: {error}"[:500]))
             raise
         agreed = self.ranks.agree(Report(attempt.trial.outcome, None, self.is_late()))
         assert agreed.outcome is not None
@@ -432,7 +437,7 @@ class Search:
     def raise_for_nothing(self) -> None:
         """Nothing ran. The user's own error where memory is not certain, else what was missing."""
         now = standing(self.trials)
-        certain = [t for t in self.trials if isinstance(t.outcome, OutOfMemory) and t.outcome.cause != "unclear"]
+        certain = [trial for trial in self.trials if _is_of_memory(trial)]
         if not certain and self._errors:
             raise self._errors[min(self._errors, key=lambda candidate: candidate.micro_batch)]
         lowest = min(certain, key=lambda trial: trial.candidate.micro_batch)
@@ -503,6 +508,11 @@ class Search:
             platform=platform.platform(),
             driver=self.device.driver(),
         )
+
+
+def _is_of_memory(trial: Trial) -> bool:
+    """Whether it is certain that memory ran out."""
+    return isinstance(trial.outcome, OutOfMemory) and trial.outcome.cause != "unclear"
 
 
 def _changed(trial: Trial, **changes: Any) -> Trial:

@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import log
+from math import inf, log
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import msgspec
@@ -19,7 +19,7 @@ import psutil
 
 from autoaccum.errors import InvalidRequestError
 from autoaccum.fingerprint import digest
-from autoaccum.records import Candidate, Fit, Levers, Trial
+from autoaccum.records import Candidate, Fit, OutOfMemory, Trial
 from autoaccum.tradeoffs.points import Point
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ _CHOICES = {
     "offload": ("off", "cpu"),
 }
 _MOST_ROWS, _MOST_BLOCKS = 10**9, 10**5
+_MOST_QUEUED = 10_000
 _MOST_ASKS = 30  # suggestions that are no setting worth running, before the first one that is gets its turn
 _NO_PEAK = 1.0  # the constraint of a trial without a measured peak: above the budget by one budget
 
@@ -75,24 +76,40 @@ class Study:
             if other.state.is_finished() and other.number not in self._seen:
                 self._seen.add(other.number)
                 found.append(_trial_in(other))
-        return [trial for trial in found if trial is not None]
+        return [self._judged(trial) for trial in found if trial is not None]
+
+    def _judged(self, trial: Trial) -> Trial:
+        """By the budget of now: where it follows from what is free, it was another one when the trial ran."""
+        fit = trial.outcome
+        if not isinstance(fit, Fit) or fit.peak_bytes <= self._budget_bytes:
+            return trial
+        above = OutOfMemory(cause="budget", peak_bytes=fit.peak_bytes, message="ran when the budget was larger")
+        return msgspec.structs.replace(trial, outcome=above)
 
     def busy(self) -> set[Point]:
         """What other machines are running now."""
         own = None if self._running is None else self._running.number
-        running = (other for other in self._study.get_trials(deepcopy=False) if other.state.name == "RUNNING")
-        return {_point_in(other) for other in running if other.number != own and len(other.params) > len(_CHOICES) + 1}
+        running = [other for other in self._study.get_trials(deepcopy=False) if other.state.name == "RUNNING"]
+        found = {_point_in(other) for other in running if other.number != own}
+        return {point for point in found if point is not None}
 
     def begin(self, candidate: Candidate) -> None:
         """This is going to run here."""
-        point = Point(candidate.levers, candidate.micro_batch)
-        if self._asked is not None and self._asked[1] == point:
-            self._running = self._asked[0]
-            self._running.suggest_int("checkpointed_blocks", 0, _MOST_BLOCKS)
+        point, asked = Point(candidate.levers, candidate.micro_batch), self._asked
+        self._asked = None
+        if asked is not None and asked[1] == point:
+            self._running = asked[0]
+            self._running.suggest_int("checkpointed_blocks", *[point.levers.checkpointed_blocks] * 2)
         else:
             self._running = self._claimed(_params_of(point))
-        self._asked = None
         self._running.set_user_attr("owner", f"{socket.gethostname()}:{os.getpid()}")
+        self._running.set_user_attr("candidate", msgspec.json.encode(candidate).decode())
+
+    def abandon(self) -> None:
+        """What was begun did not come to its end."""
+        if self._running is not None:
+            self._fail(self._running.number)
+            self._running = None
 
     def end(self, trial: Trial) -> None:
         """This came of it."""
@@ -124,13 +141,13 @@ class Study:
         return _NO_PEAK if peak is None else (peak - self._budget_bytes) / max(self._budget_bytes, 1)
 
     def _claimed(self, params: dict[str, Any]) -> optuna.Trial:
-        """A running trial with these parameters; one that another machine has queued meanwhile is left to it."""
-        for _ in range(_MOST_ASKS):
-            self._study.enqueue_trial(params)
-            asked = self._study.ask(_distributions())
+        """A running trial with these parameters. What somebody has queued here comes first, and is turned down."""
+        for _ in range(_MOST_QUEUED):
+            self._study.sampler = _fixed(params)
+            with _quiet():
+                asked = self._study.ask(_distributions())
             if asked.params == params:
                 return asked
-            self._study.enqueue_trial(asked.params)
             self._fail(asked.number)
         raise InvalidRequestError("the study's queue holds trials of somebody else; use another storage or study.")
 
@@ -138,15 +155,15 @@ class Study:
         """Trials of processes of this machine that are gone, as after kill -9."""
         for other in self._study.get_trials(deepcopy=False):
             if other.state.name == "RUNNING":
-                host, _, pid = other.user_attrs.get("owner", "").rpartition(":")
-                if host == socket.gethostname() and not psutil.pid_exists(int(pid)):
+                host, _, pid = str(other.user_attrs.get("owner")).rpartition(":")
+                if host == socket.gethostname() and _is_gone(pid):
                     self._fail(other.number)
 
     def _fail(self, number: int) -> None:
         from optuna.trial import TrialState
 
         with _quiet():
-            self._study.tell(number, state=TrialState.FAIL)
+            self._study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
     # -- large spaces
 
@@ -231,18 +248,52 @@ def _params_of(point: Point) -> dict[str, Any]:
     return {**levers, "checkpointed_blocks": point.levers.checkpointed_blocks, "micro_batch": point.micro_batch}
 
 
-def _point_in(other: FrozenTrial) -> Point:
-    params = dict(other.params)
-    size = int(params.pop("micro_batch"))
-    return Point(Levers(**params), size)
+def _point_in(other: FrozenTrial) -> Point | None:
+    try:
+        candidate = msgspec.json.decode(other.user_attrs.get("candidate", ""), type=Candidate)
+    except (msgspec.MsgspecError, TypeError, ValueError):
+        return None
+    return Point(candidate.levers, candidate.micro_batch)
 
 
 def _trial_in(other: FrozenTrial) -> Trial | None:
     """What we wrote into it; nothing that somebody else wrote is trusted."""
     try:
-        return msgspec.json.decode(other.user_attrs.get("trial", ""), type=Trial)
-    except (msgspec.MsgspecError, TypeError):
+        trial = msgspec.json.decode(other.user_attrs.get("trial", ""), type=Trial)
+    except (msgspec.MsgspecError, TypeError, ValueError):
         return None
+    times = trial.outcome.step_times_s if isinstance(trial.outcome, Fit) else ()
+    peak = getattr(trial.outcome, "peak_bytes", None) or 0
+    sound = (
+        1 <= trial.candidate.micro_batch <= _MOST_ROWS
+        and 0 <= trial.candidate.levers.checkpointed_blocks <= _MOST_BLOCKS
+        and trial.rows_per_step >= 1
+        and 0 <= peak < 2**60
+        and all(0 < seconds < inf for seconds in times)
+    )
+    return trial if sound else None
+
+
+def _is_gone(pid: str) -> bool:
+    """Whether there is no such process on this machine."""
+    return not pid.isdecimal() or len(pid) > 9 or not psutil.pid_exists(int(pid))
+
+
+def _fixed(params: dict[str, Any]) -> Any:
+    """A sampler that suggests just these."""
+    from optuna.samplers import BaseSampler
+
+    class Fixed(BaseSampler):
+        def infer_relative_search_space(self, study: Any, trial: Any) -> dict[str, Any]:
+            return {}
+
+        def sample_relative(self, study: Any, trial: Any, search_space: Any) -> dict[str, Any]:
+            return {}
+
+        def sample_independent(self, study: Any, trial: Any, param_name: str, param_distribution: Any) -> Any:
+            return params[param_name]
+
+    return Fixed()
 
 
 @contextmanager

@@ -355,8 +355,15 @@ def probe_workload(
 def _plain(levers: str | Sequence[str] | Mapping[str, Any]) -> Any:
     """As it can be written down; what it means, and whether it is right, is checked where it is used."""
     if isinstance(levers, Mapping):
-        return {name: levels if isinstance(levels, str) else list(levels) for name, levels in levers.items()}
-    return list(levers) if isinstance(levers, (tuple, set, frozenset)) else levers
+        return {name: _listed(levels) for name, levels in levers.items()}
+    return _listed(levers)
+
+
+def _listed(names: Any) -> Any:
+    """A set in an order that is the same in every process."""
+    if isinstance(names, (set, frozenset)):
+        return sorted(names, key=str)
+    return list(names) if isinstance(names, tuple) else names
 
 
 class _Silent:

@@ -122,7 +122,7 @@ def _wanted(asked: object) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]
 
 def _of_names(names: Sequence[object]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
     for name in names:
-        if name not in _BY_NAME:
+        if not isinstance(name, str) or name not in _BY_NAME:
             raise _unknown(name)
     return {str(name): _BY_NAME[str(name)].levels for name in names}, ()
 
@@ -140,7 +140,7 @@ def _of_levels(asked: Mapping[Any, Any]) -> tuple[dict[str, tuple[str, ...]], tu
             raise InvalidRequestError(f"levers={{{name!r}: {levels!r}}}: its levels are {', '.join(known)}.")
         found[name] = tuple(level for level in known if level in given)
     blocks = asked.get(_BLOCKS, ())
-    if isinstance(blocks, str) or not all(isinstance(name, str) for name in blocks):
+    if not isinstance(blocks, (list, tuple)) or not all(isinstance(name, str) for name in blocks):
         raise InvalidRequestError(f"levers={{'blocks': {blocks!r}}}: expected a list of names of modules.")
     return found, tuple(blocks)
 
