@@ -201,18 +201,21 @@ def _opened(storage: Any, name: str, objective: str) -> optuna.Study:
     import optuna
 
     minimize: Literal["minimize"] = "minimize"
-    try:
-        return optuna.create_study(
-            storage=_storage_named(storage),
-            study_name=name,
-            directions=[minimize] * (1 if objective == "throughput" else 2),
-            load_if_exists=True,
-        )
-    except Exception as error:
-        raise InvalidRequestError(
-            f"storage={storage!r} cannot be opened: {type(error).__name__}: {error}. Expected a URL such as "
-            "'sqlite:///runs.db', a file name that ends in .log, or an Optuna storage."
-        ) from error
+    for is_last in (False, True):  # another process may be making the same tables just now
+        try:
+            return optuna.create_study(
+                storage=_storage_named(storage),
+                study_name=name,
+                directions=[minimize] * (1 if objective == "throughput" else 2),
+                load_if_exists=True,
+            )
+        except Exception as error:
+            if is_last:
+                raise InvalidRequestError(
+                    f"storage={storage!r} cannot be opened: {type(error).__name__}: {error}. Expected a URL such as "
+                    "'sqlite:///runs.db', a file name that ends in .log, or an Optuna storage."
+                ) from error
+    raise AssertionError("unreachable")
 
 
 def _storage_named(storage: Any) -> Any:
