@@ -14,12 +14,13 @@ from typing import NamedTuple, final
 import msgspec
 
 from autoaccum.choose import Schedule, schedule_for
+from autoaccum.errors import InvalidRequestError
 from autoaccum.foreseeing import AS_IT_IS, Foresight
 from autoaccum.records import Fit, Levers, Trial
 from autoaccum.schedule import largest_divisor, shares
 from autoaccum.search import Standing, standing
 from autoaccum.session import Search
-from autoaccum.tradeoffs.choosing import best, rivals
+from autoaccum.tradeoffs.choosing import best, recomputation, rivals
 from autoaccum.tradeoffs.costs import CostModel
 from autoaccum.tradeoffs.points import Measured, Point, measured_points, point_of, with_blocks
 from autoaccum.tradeoffs.sizes import sizes_of_interest
@@ -64,22 +65,27 @@ class Exploration:
             NothingFitsError: When no size fits under any lever that may be turned.
         """
         now = self._as_it_is()
-        if not self.space.is_trivial:
+        if self._compares:
             while (point := self._next(now)) is not None:
                 self._measure(point)
             self._measure_rivals()
         measured = self.measured()
         if not measured and now.best is None:
             self._search.raise_for_nothing()
-        left = [] if self.space.is_trivial else self._open_points(now)
+        left = self._open_points(now) if self._compares else []
         return Explored(now, measured, self._chosen(measured, now), {point: self._expected_s.get(point) for point in left})
 
     def _chosen(self, measured: Sequence[Measured], now: Standing) -> Point:
-        if measured and (now.best is None or not self.space.is_trivial):
+        if measured and (now.best is None or self._compares):
             noise_bytes = int(self._search.noise_frac(AS_IT_IS) * self._search.guide_bytes)
             return best(measured, self._search.request.objective, noise_bytes).point
         assert now.best is not None
         return Point(AS_IT_IS, self.schedule(now.best, now.floor).micro_batch)
+
+    @property
+    def _compares(self) -> bool:
+        """Whether there is anything to choose between: the largest size that fits is never the leanest."""
+        return not self.space.is_trivial or self._search.request.objective == "memory"
 
     # -- with no lever turned
 
@@ -92,7 +98,12 @@ class Exploration:
                 if self.space.is_trivial:
                     search.raise_for_nothing()
                 return now
-            schedule = self.schedule(now.best, now.floor)
+            try:
+                schedule = self.schedule(now.best, now.floor)
+            except InvalidRequestError:
+                if self.space.is_trivial:
+                    raise
+                return Standing(floor=now.floor, num_probes=now.num_probes)  # levers may make room for one that divides
             if not search.fits_at(AS_IT_IS, schedule.micro_batch):
                 search.probe(AS_IT_IS, schedule.micro_batch)
             elif search.time_is_up or self._has_run(schedule) or search.confirm(AS_IT_IS, schedule, now) is not None:
@@ -152,10 +163,10 @@ class Exploration:
         busy = self._hear_of_others()
         open_points = [point for point in self._open_points(now) if point not in busy]
         measured = self.measured()
-        if len(open_points) > _ENUMERATED:
-            return self._sampled(self._worth(open_points, measured))
         if self._search.request.objective == "memory":
             return self._leanest(open_points, measured)
+        if len(open_points) > _ENUMERATED:
+            return self._sampled(self._worth(open_points, measured))
         worth = self._worth(open_points, measured)
         if measured:
             return min(worth, key=lambda point: self._expected_s[point], default=None)
@@ -193,15 +204,24 @@ class Exploration:
         lowest = min((one.peak_bytes for one in measured), default=None)
         expected = {point: self.foresight.peak(point.levers, point.micro_batch) for point in open_points}
         known = {point: peak for point, peak in expected.items() if peak is not None and (lowest is None or peak < lowest)}
-        return min(known, key=lambda point: known[point], default=None)
+        return min(known, key=lambda p: (known[p], recomputation(p.levers), -p.micro_batch), default=None)
 
     def _open_points(self, now: Standing) -> list[Point]:
         """Points that are predicted to fit, have not run, and are not beaten at their size by one with a lever less."""
         tried = {point_of(trial) for trial in self._search.trials if _settles(trial)}
-        sizes = [size for size in self._interesting(now) if size > now.floor]
+        floor = standing(self._search.trials).floor
+        sizes = [size for size in self._interesting(now) if self._can_run(size, floor)]
         families = [family for family in self.space.families() if self.foresight.is_affordable(family)]
         points = [self._point(family, size) for family in families for size in sizes]
         return [point for point in dict.fromkeys(points) if point is not None and point not in tried]
+
+    def _can_run(self, size: int, floor: int) -> bool:
+        """Whether the target can be divided so, with no micro-batch that is too small to run."""
+        try:
+            self.schedule(size, floor)
+        except InvalidRequestError:
+            return False
+        return True
 
     def _interesting(self, now: Standing) -> list[int]:
         if self._search.request.objective == "memory":

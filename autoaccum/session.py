@@ -282,14 +282,10 @@ class Search:
             self.settle(levers, now, schedule.micro_batch)
         windows, is_enough = self._plan_windows(levers, schedule.sizes[self.ranks.rank])
         candidate = Candidate(micro_batch=schedule.micro_batch, levers=levers)
-        trial = self._run(candidate, windows, self.workload.source.micro_batches, "confirm", is_enough).trial
-        if isinstance(trial.outcome, Fit):
-            return trial
-        if isinstance(trial.outcome, Refused) and trial.outcome.bound == "floor":
-            # The largest size was probed and runs: it is the smallest one of the plan that is too small.
-            floor = Candidate(micro_batch=smallest(schedule.sizes), levers=levers)
-            self.trials[-1] = _changed(trial, candidate=floor)
-        return None
+        # Where a size is too small it is the smallest one of the plan: the largest was probed and runs.
+        floor = Candidate(micro_batch=smallest(schedule.sizes), levers=levers)
+        trial = self._run(candidate, windows, self.workload.source.micro_batches, "confirm", is_enough, floor).trial
+        return trial if isinstance(trial.outcome, Fit) else None
 
     def _run(
         self,
@@ -298,8 +294,13 @@ class Search:
         feed: Callable[[Sequence[int]], Sequence[Any]],
         purpose: Purpose,
         is_enough: IsEnough | None = None,
+        floor: Candidate | None = None,
     ) -> Attempt:
-        """Run one trial, agree on its outcome over the ranks, and add it to the log."""
+        """Run one trial, agree on its outcome over the ranks, and add it to the log.
+
+        Args:
+            floor: What the trial is of when it was too small to run.
+        """
         if self.listener is not None:
             self.listener.started(candidate, purpose)
         if self.study is not None:
@@ -326,6 +327,8 @@ class Search:
         assert agreed.outcome is not None
         self.time_is_up = agreed.time_is_up
         trial = attempt.trial if self.ranks.world_size == 1 else _changed(attempt.trial, outcome=agreed.outcome)
+        if floor is not None and isinstance(trial.outcome, Refused) and trial.outcome.bound == "floor":
+            trial = _changed(trial, candidate=floor)
         if attempt.error is not None:
             self._errors[candidate] = attempt.error
         if attempt.optimizer_state_bytes is not None:

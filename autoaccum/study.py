@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import inf, log
 from typing import TYPE_CHECKING, Any, Literal, final
+from uuid import uuid4
 
 import msgspec
 import psutil
@@ -34,7 +35,6 @@ _CHOICES = {
     "offload": ("off", "cpu"),
 }
 _MOST_ROWS, _MOST_BLOCKS = 10**9, 10**5
-_MOST_QUEUED = 10_000
 _MOST_ASKS = 30  # suggestions that are no setting worth running, before the first one that is gets its turn
 _NO_PEAK = 1.0  # the constraint of a trial without a measured peak: above the budget by one budget
 
@@ -100,10 +100,10 @@ class Study:
         if asked is not None and asked[1] == point:
             self._running = asked[0]
             self._running.suggest_int("checkpointed_blocks", *[point.levers.checkpointed_blocks] * 2)
+            for name, value in _claim_of(candidate).items():
+                self._running.set_user_attr(name, value)
         else:
-            self._running = self._claimed(_params_of(point))
-        self._running.set_user_attr("owner", f"{socket.gethostname()}:{os.getpid()}")
-        self._running.set_user_attr("candidate", msgspec.json.encode(candidate).decode())
+            self._running = self._claimed(candidate)
 
     def abandon(self) -> None:
         """What was begun did not come to its end."""
@@ -140,16 +140,23 @@ class Study:
         peak = getattr(trial.outcome, "peak_bytes", None)
         return _NO_PEAK if peak is None else (peak - self._budget_bytes) / max(self._budget_bytes, 1)
 
-    def _claimed(self, params: dict[str, Any]) -> optuna.Trial:
-        """A running trial with these parameters. What somebody has queued here comes first, and is turned down."""
-        for _ in range(_MOST_QUEUED):
-            self._study.sampler = _fixed(params)
-            with _quiet():
-                asked = self._study.ask(_distributions())
-            if asked.params == params:
-                return asked
-            self._fail(asked.number)
-        raise InvalidRequestError("the study's queue holds trials of somebody else; use another storage or study.")
+    def _claimed(self, candidate: Candidate) -> optuna.Trial:
+        """A running trial of this, written down at one stroke: kill -9 leaves none that is nobody's."""
+        import optuna
+
+        attributes = _claim_of(candidate)
+        params = _params_of(Point(candidate.levers, candidate.micro_batch))
+        self._study.add_trial(
+            optuna.trial.create_trial(
+                state=optuna.trial.TrialState.RUNNING,
+                params=params,
+                distributions=_distributions(),
+                user_attrs=attributes,
+            )
+        )
+        known = reversed(self._study.get_trials(deepcopy=False))
+        found = next(other for other in known if other.user_attrs.get("claim") == attributes["claim"])
+        return optuna.Trial(self._study, found._trial_id)
 
     def _end_abandoned(self) -> None:
         """Trials of processes of this machine that are gone, as after kill -9."""
@@ -282,21 +289,13 @@ def _is_gone(pid: str) -> bool:
     return not pid.isdecimal() or len(pid) > 9 or not psutil.pid_exists(int(pid))
 
 
-def _fixed(params: dict[str, Any]) -> Any:
-    """A sampler that suggests just these."""
-    from optuna.samplers import BaseSampler
-
-    class Fixed(BaseSampler):
-        def infer_relative_search_space(self, study: Any, trial: Any) -> dict[str, Any]:
-            return {}
-
-        def sample_relative(self, study: Any, trial: Any, search_space: Any) -> dict[str, Any]:
-            return {}
-
-        def sample_independent(self, study: Any, trial: Any, param_name: str, param_distribution: Any) -> Any:
-            return params[param_name]
-
-    return Fixed()
+def _claim_of(candidate: Candidate) -> dict[str, str]:
+    """Who runs what; the claim is one of its kind."""
+    return {
+        "owner": f"{socket.gethostname()}:{os.getpid()}",
+        "candidate": msgspec.json.encode(candidate).decode(),
+        "claim": uuid4().hex,
+    }
 
 
 @contextmanager

@@ -33,6 +33,7 @@ class _Writer:
         self._search, self._exploration, self._explored = search, exploration, explored
         self._chosen, self._now = explored.chosen, explored.now
         self._foresight, self._space = exploration.foresight, exploration.space
+        self._floor = standing(search.trials).floor
         self._of_chosen = next((one for one in explored.measured if one.point == explored.chosen), None)
 
     def plan(self) -> PlanRecord:
@@ -51,7 +52,7 @@ class _Writer:
             accumulation_steps=len(own),
             micro_batch_sizes=own,
             max_micro_batch=max_micro_batch,
-            min_micro_batch=self._now.floor + 1,
+            min_micro_batch=self._floor + 1,
             limited_by=limited,
             evidence=based_on,
             multiple_of=request.multiple_of,
@@ -81,7 +82,7 @@ class _Writer:
             largest = self._exploration.schedule(now.best, now.floor)
             if largest.micro_batch == chosen.micro_batch:
                 return largest
-        return self._exploration.schedule(chosen.micro_batch, now.floor)
+        return self._exploration.schedule(chosen.micro_batch, self._floor)
 
     def _has_forecast(self) -> bool:
         """A prediction for the record is not made after the fact."""
@@ -177,7 +178,7 @@ class _Writer:
             size,
             forecast.rounded,
             title=f"One optimizer step, micro-batch {size}, predicted",
-            limit_bytes=budget.budget_bytes - budget.held_bytes + forecast.start_bytes(size),
+            limit_bytes=budget.budget_bytes - budget.held_bytes + forecast.weights_bytes(size),
         )
 
     def _remarks(self, steps: int) -> list[str]:

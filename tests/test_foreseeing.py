@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autoaccum.exploring import Exploration
 from autoaccum.foreseeing import AS_IT_IS, Foresight
+from autoaccum.prediction.forecast import Traced, traced
 from autoaccum.records import Candidate, Fit, Levers, Outcome, OutOfMemory, Refused, Trial
 from autoaccum.request import Request
 from autoaccum.session import Search
@@ -56,12 +57,27 @@ class Refusing(Net):
         return super().forward(x)
 
 
+_TRACED: dict[Any, Traced] = {}
+
+
+def traced_once(workload: Workload, device: Any, **more: Any) -> Traced:
+    """What is traced depends on neither budgets nor targets nor times, so that all tests here share it."""
+    shapes = tuple(tuple(parameter.shape) for parameter in workload.module.parameters())
+    key = (type(workload.module).__qualname__, shapes, workload.optimizer_name, workload.source.description)
+    key = (*key, workload.source.length, more["levers"], more["multiple_of"])
+    if key not in _TRACED:
+        _TRACED[key] = traced(workload, device, **more)
+    return _TRACED[key]
+
+
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Tiny models are slower on several threads."""
+    """Tiny models are slower on several threads; each is traced once for all tests."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autoaccum.session.traced", traced_once)
+        yield
     torch.set_num_threads(threads)
 
 
@@ -191,7 +207,11 @@ def test_unknown_work_is_that_of_the_model_as_it_is() -> None:
 # -- how many blocks
 
 
-@pytest.mark.parametrize("times", [(8, 8, 8, 8), (4, 4, 4, 32), (2, 16, 4, 8)], ids=str)
+@pytest.mark.parametrize(
+    "times",
+    [(2, 16, 4, 8), *(pytest.param(times, marks=pytest.mark.slow) for times in ((8, 8, 8, 8), (4, 4, 4, 32)))],
+    ids=str,
+)
 def test_solved_number_of_blocks_is_the_smallest_that_fits(times: tuple[int, ...]) -> None:
     """For every budget the number is the one that trying them all finds, whether blocks are alike or not."""
     model = Net(*times)

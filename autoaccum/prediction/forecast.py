@@ -87,11 +87,7 @@ class Forecast:
     def phase_peak_bytes(self, rows: int, *, in_optimizer: bool) -> int:
         """The highest sum of live blocks in the optimizer's step, or in everything else."""
         peak = self.growth.live_peak(rows, self.rounded, in_optimizer=in_optimizer)
-        return self._held_bytes + peak - self._weights_bytes(rows)
-
-    def start_bytes(self, rows: int) -> int:
-        """What of a trace is there before anything runs."""
-        return sum(self.growth.split(rows, self.growth.start_event, self.rounded).values())
+        return self._held_bytes + peak - self.weights_bytes(rows)
 
     def work_per_row(self, rows: int) -> float:
         """Floating-point operations of forward and backward passes for one row."""
@@ -101,16 +97,16 @@ class Forecast:
     def _live_peak(self, rows: int) -> int:
         """Highest sum of live storages, above what the model held at the start."""
         live = self.growth.live(rows, self.rounded)
-        return self._held_bytes + int(live.max()) - self._weights_bytes(rows) + self._rest_of_batch_bytes(rows)
+        return self._held_bytes + int(live.max()) - self.weights_bytes(rows) + self._rest_of_batch_bytes(rows)
 
     def _reserved_peak(self, rows: int) -> int:
         """What the caching allocator reserves, and what it does not own."""
         environment = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
         played = replay(self.growth.events, self.growth.sizes(rows).tolist(), settings=AllocatorSettings.parse(environment))
-        return max(self._held_bytes, self._held_bytes - self._weights_bytes(rows) + played.peak_reserved_bytes)
+        return max(self._held_bytes, self._held_bytes - self.weights_bytes(rows) + played.peak_reserved_bytes)
 
-    def _weights_bytes(self, rows: int) -> int:
-        """What is there from the start: counted in what the device holds already."""
+    def weights_bytes(self, rows: int) -> int:
+        """What of a trace is there before anything runs: counted in what the device holds already."""
         split = self.growth.split(rows, self.growth.start_event, self.rounded)
         return split["weights"] + split["optimizer state"]
 

@@ -39,6 +39,7 @@ _BELIEFS: dict[tuple[str, str], Belief] = {
 }
 _PER_DOUBLING = Belief(-0.03, 0.10)  # twice the micro-batch: a little less overhead, or more, where caches overflow
 _WIGGLE, _WIGGLE_DOUBLINGS = 0.03, 1.0  # sizes have their own ups and downs, alike within about one doubling
+_OWN = 0.08  # and kernels work on tiles: a size may be that much faster or slower than its neighbours
 _LEAST_NOISE = 0.005
 
 
@@ -93,6 +94,7 @@ class CostModel:
         doublings = self._doublings(one), self._doublings(other)
         alike = 1.0 + _PER_DOUBLING.deviation**2 * doublings[0] * doublings[1]  # 1.0: how fast the machine is, is not known
         alike += _WIGGLE**2 * exp(-(((doublings[0] - doublings[1]) / _WIGGLE_DOUBLINGS) ** 2) / 2)
+        alike += _OWN**2 * (one.micro_batch == other.micro_batch)
         shared = {key: belief for belief, key in _beliefs_of(one.levers)}.items()
         others = {key for _, key in _beliefs_of(other.levers)}
         return alike + sum(belief.deviation**2 for key, belief in shared if key in others)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import partial
 
+_POWERS = [2**power for power in range(30)]  # kernels work on tiles of such sizes
 _DOWNWARDS = 3  # halvings below the largest size that fits: smaller ones are seldom faster, and then by their trend
 
 
@@ -25,10 +27,15 @@ def sizes_of_interest(sizes: Sequence[int], fits: int | None, best: int | None =
     anchor = bisect_right(sizes, fits) - 1
     found = {*_halvings(sizes, sizes[anchor], _DOWNWARDS), *sizes[max(0, anchor - 1) : anchor + 2]}
     found |= {size for size in _halvings(sizes, sizes[-1], len(sizes)) if size > fits}
+    found |= {size for size in map(partial(_at_most, sizes), _POWERS) if min(found) <= size <= sizes[anchor]}
     if best is not None:
         at = sizes.index(best)
         found |= set(sizes[max(0, at - 1) : at + 2])
     return sorted(found)
+
+
+def _at_most(sizes: Sequence[int], bound: int) -> int:
+    return sizes[max(0, bisect_right(sizes, bound) - 1)]
 
 
 def _halvings(sizes: Sequence[int], start: int, most: int) -> list[int]:

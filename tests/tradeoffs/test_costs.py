@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoaccum.records import Levers, Timing
@@ -183,6 +183,7 @@ def test_point_measured_twice_under_the_same_name_is_no_singular_matrix() -> Non
     assert expected_s([ran(1.0), ran(1.1)], Point(PLAIN, 16)) == pytest.approx(1.05, rel=0.02)
 
 
+@settings(max_examples=20)
 @given(logs)
 def test_a_hundred_settings_are_handled(measured: list[Measured]) -> None:
     """A log as long as a search makes it is no numerical trouble."""
