@@ -33,7 +33,7 @@ ROWS = (
     ("writing",),
     ("plan",),
     ("tune", "accumulate"),
-    ("targets",),
+    ("targets", "integrations"),
     ("worker",),
     ("cli",),
     ("__main__", "__init__"),
