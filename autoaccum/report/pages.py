@@ -160,17 +160,23 @@ def _trade_offs(plan: PlanRecord) -> Iterable[Markup]:
 
 
 def _settings(plan: PlanRecord) -> Markup:
-    """The trade-offs, numbered as in the picture; a note stands below its levers."""
+    """The trade-offs, numbered as in the picture; a note stands below its levers. What was not run is folded up."""
     cells, notes = setting_cells(plan), setting_notes(plan)
     shown = [
         tag("tr", *_setting_row(str(number), cells.header, row, note), class_=_STANDINGS.get(row[0], "aa-left-out"))
         for number, (row, note) in enumerate(zip(cells.rows, notes, strict=True), 1)
     ]
-    return tag("div", _framed("Trade-offs", ("#", *cells.header), shown), class_="aa-card")
+    header = ("#", *cells.header)
+    num_left = sum(row[0] == "not run" for row in cells.rows)  # the last ones
+    tables = [_framed("Trade-offs", header, shown[: len(shown) - num_left])]
+    if num_left:
+        summary = tag("summary", f"{num_left} more setting{'s' if num_left > 1 else ''}, not run")
+        tables.append(tag("details", summary, _framed("Settings that were not run", header, shown[-num_left:])))
+    return tag("div", *tables, class_="aa-card")
 
 
 def _setting_row(number: str, header: Sequence[str], row: Sequence[str], note: str) -> Iterable[Markup]:
-    yield _number_cell(number)
+    yield _number_cell("#", number)
     for name, text in zip(header, row, strict=True):
         marked = f"\u2605 {text}" if (name, text) == ("standing", "chosen") else text
         yield _cell(name, marked, note if name == "levers" else "")
@@ -213,7 +219,7 @@ def _environment(environment: Environment | None) -> Markup:
 
 
 def _framed(title: str, header: Sequence[str], rows: Sequence[Markup]) -> Markup:
-    """A table that scrolls in its own frame where it is wider than the page."""
+    """A table that scrolls in its own frame where it is wider than the page; on a phone each row is a card."""
     head = tag("tr", *(tag("th", name, scope="col", class_=_column_class(name)) for name in header))
     table = tag("table", tag("thead", head), tag("tbody", *rows), class_="aa-table")
     return tag("div", table, class_="aa-scroll", tabindex="0", role="region", aria_label=title)
@@ -226,15 +232,16 @@ def _column_class(name: str) -> str:
 def _cell(name: str, text: str, below: str = "") -> Markup:
     """A cell of the column of that name, with more in small letters below it."""
     if name not in COLUMNS_OF_WORDS:
-        return _number_cell(text)
-    return tag("td", text, *([_small(below)] if below else []), class_=_column_class(name))
+        return _number_cell(name, text)
+    words = tag("span", text, *([_small(below)] if below else []))
+    return tag("td", words, class_=_column_class(name), data_column=name)
 
 
-def _number_cell(text: str) -> Markup:
+def _number_cell(name: str, text: str) -> Markup:
     """What stands in brackets after a number goes below it, in small letters."""
     number, opened, more = text.partition(" (")
     small = map(_small, more.removesuffix(")").split("; ")) if opened else ()
-    return tag("td", number, *small, class_="aa-num")
+    return tag("td", tag("span", number, *small), class_="aa-num", data_column=name)
 
 
 def _small(text: str) -> Markup:

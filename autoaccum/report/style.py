@@ -94,8 +94,16 @@ column-gap:32px;align-items:center}
 .autoaccum .aa-facts dd{margin:0 0 10px}
 .autoaccum .aa-figure{padding:12px}
 .autoaccum .aa-picture text{font-size:12.5px}
-.autoaccum .aa-table .aa-words{min-width:8em}
-.autoaccum .aa-table thead th{white-space:nowrap}
+.autoaccum .aa-table thead{display:none}
+.autoaccum .aa-table,.autoaccum .aa-table tbody,.autoaccum .aa-table tr{display:block}
+.autoaccum .aa-table tr{padding:8px 0;border-bottom:1px solid var(--aa-rule)}
+.autoaccum .aa-table tbody tr:last-child{border-bottom:0}
+.autoaccum .aa-table tr.aa-chosen{background:var(--aa-tint);box-shadow:inset 4px 0 var(--aa-accent)}
+.autoaccum .aa-table tr.aa-chosen>:nth-child(n){background:none;box-shadow:none}
+.autoaccum .aa-table td{display:flex;justify-content:space-between;gap:16px;padding:3px 14px;border:0;text-align:right}
+.autoaccum .aa-table td::before{content:attr(data-column);color:var(--aa-soft);font-weight:400;text-align:left;
+white-space:normal;flex:none;max-width:45%}
+.autoaccum .aa-table .aa-words{min-width:0}
 }
 """
 

@@ -258,6 +258,14 @@ def test_settings_are_complete(plan: PlanRecord) -> None:
         assert [as_shown(cell) for cell in row[2:]] == shown[3:]
 
 
+def test_settings_that_were_not_run_are_folded_up(plan: PlanRecord) -> None:
+    """They come last and are many: a summary says how many, and the table above ends before them."""
+    page, left = plan_html(plan), [setting for setting in plan.settings if setting.standing == "not run"]
+    above, below = page.split(f"<summary>{len(left)} more setting", 1)
+    assert left and ">not run<" not in above
+    assert below.split("</details>")[0].count(">not run<") == len(left)
+
+
 def as_shown(cell: str) -> str:
     """A cell as the page shows it: what was in brackets or after a semicolon is on lines of its own."""
     return cell.replace(" (", "").replace("; ", "").removesuffix(")")
