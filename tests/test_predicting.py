@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,6 @@ from autoaccum.workload import Workload
 
 MIB, GIB = 2**20, 2**30
 SMALL, MIDDLE, LARGE = "RTX 3060 12GB", "RTX 4090 24GB", "A100 80GB"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny models are slower on several threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def heavy(width: int = 4096, depth: int = 3, hidden: int = 8) -> nn.Module:

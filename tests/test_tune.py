@@ -6,7 +6,7 @@ import copy
 import math
 import random
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,15 +17,6 @@ from torch import Tensor, nn
 
 import autoaccum
 from autoaccum.records import Fit, OutOfMemory, Refused
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny models are slower on several threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def out_of_memory() -> RuntimeError:
