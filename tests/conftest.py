@@ -19,12 +19,16 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded, here and in every child process
 os.environ.setdefault("MKL_NUM_THREADS", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # every child process would compile the library anew
 
 import pytest
 import torch
 from hypothesis import settings
 
 import autoaccum
+from autoaccum.devices import AbstractDevice
+from autoaccum.prediction.forecast import Traced, traced
+from autoaccum.workload import Workload
 
 settings.register_profile("autoaccum", deadline=None, derandomize=True, max_examples=100)  # CI machines stall
 settings.load_profile("autoaccum")
@@ -43,6 +47,20 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     if len(files) == 1 and Path(*files).is_file():
         return 0
     return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else min(2, os.cpu_count() or 1)
+
+
+@pytest.fixture
+def one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All searches of a test are of one training step, which is traced for the first and known to the others."""
+    known: dict[object, Traced] = {}
+
+    def traced_once(workload: Workload, device: AbstractDevice, **more: Any) -> Traced:
+        key = (type(device), more["levers"], more["multiple_of"])
+        if key not in known:
+            known[key] = traced(workload, device, **more)
+        return known[key]
+
+    monkeypatch.setattr("autoaccum.session.traced", traced_once)
 
 
 @pytest.fixture(autouse=True)

@@ -623,7 +623,6 @@ def test_any_time_budget_gives_a_plan_that_was_run(limit_s: float, monkeypatch: 
         ),
         ({"checkpointing": ["off"]}, {("off", "default", "off")}),
     ],
-    ids=str,
 )
 def test_only_the_levers_that_were_named_are_turned(levers: Any, allowed: set[tuple[str, str, str]]) -> None:
     """No trial turns a lever, or takes a level, that was not asked for."""

@@ -358,7 +358,7 @@ def test_fits_above_the_budget_of_now_are_none(tmp_path: Path) -> None:
     "wrong",
     [
         5,
-        object(),
+        pytest.param(object(), id="object"),
         "",
         "runs.txt",
         "nosuch://host/runs",
