@@ -1,8 +1,12 @@
-"""One hypothesis profile for all tests: the same examples in every run, and no deadline, because CI machines stall."""
+"""How all tests run: files shared out between processes, one thread in each, and the same examples in every run.
+
+No test needs another file to have run before it, or not to have run.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -13,15 +17,63 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded, here and in every child process
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # every child process would compile the library anew
+
 import pytest
+import torch
 from hypothesis import settings
 
 import autoaccum
+from autoaccum.devices import AbstractDevice
+from autoaccum.prediction.forecast import Traced, traced
+from autoaccum.workload import Workload
 
-settings.register_profile("autoaccum", deadline=None, derandomize=True, max_examples=100)
+settings.register_profile("autoaccum", deadline=None, derandomize=True, max_examples=100)  # CI machines stall
 settings.load_profile("autoaccum")
+torch.set_num_threads(1)  # doctests, which have no part in the fixtures below
 
 RunChild = Callable[..., Any]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Two processes, or as many as `PYTEST_XDIST_AUTO_NUM_WORKERS` says; none of them for a single file or test.
+
+    Every process loads torch and collects all tests, and a file is never shared out.
+    """
+    files = {argument.partition("::")[0] for argument in config.args}
+    if len(files) == 1 and Path(*files).is_file():
+        return 0
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else min(2, os.cpu_count() or 1)
+
+
+@pytest.fixture
+def one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All searches of a test are of one training step, which is traced for the first and known to the others."""
+    known: dict[object, Traced] = {}
+
+    def traced_once(workload: Workload, device: AbstractDevice, **more: Any) -> Traced:
+        key = (type(device), more["levers"], more["multiple_of"])
+        if key not in known:
+            known[key] = traced(workload, device, **more)
+        return known[key]
+
+    monkeypatch.setattr("autoaccum.session.traced", traced_once)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Tiny models are slower on several threads, and much slower where several processes have them."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def older_objects_set_aside() -> None:
+    """Every search collects garbage, which is fast when modules and earlier tests' objects need not be looked at."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

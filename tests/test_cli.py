@@ -122,18 +122,18 @@ CASES: dict[str, tuple[str, ...]] = {
     "markdown": ("target.py:quiet", *VIRTUAL, "--markdown", "-"),
     "nothing fits": (TINY_GPT, "--device", "virtual:200KiB", "--json", "-"),
     "dies": ("target.py:deadly", *VIRTUAL),
-    "device": (TINY_GPT, "--device", "toaster"),
-    "syntax": ("syntax.py:build",),
-    "function": ("target.py:failing",),
     "forward": ("target.py:failing_forward", "--device", "virtual:4MiB"),
     "no function": ("target.py:queit",),
-    "no transformers": ("hf:llama?hidden_size=32",),
 }
 
 RARE_CASES: dict[str, tuple[str, ...]] = {
     "small budget": (TINY_GPT, "--device", "virtual:4MiB", "--budget", "20KiB"),
     "at import": ("at_import.py:build",),
     "exit": ("target.py:leaving",),
+    "device": (TINY_GPT, "--device", "toaster"),
+    "syntax": ("syntax.py:build",),
+    "function": ("target.py:failing",),
+    "no transformers": ("hf:llama?hidden_size=32",),
     "no torchvision": ("torchvision:resnet50?image=32",),
 }
 
@@ -511,7 +511,7 @@ def test_a_file_name_that_is_not_text(command: Command, folder: Path) -> None:
 # -- interrupted
 
 
-@pytest.mark.parametrize("who", ["group", "parent", pytest.param("worker", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("who", ["group", *(pytest.param(who, marks=pytest.mark.slow) for who in ("parent", "worker"))])
 def test_interrupt_ends_with_130(started_command: Start, folder: Path, who: str) -> None:
     """SIGINT to the process group, to the command alone or to its worker ends with 130, a word, and no worker left."""
     process = started_command("probe", "target.py:sleepy", *VIRTUAL, folder=folder)

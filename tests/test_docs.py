@@ -58,11 +58,31 @@ def test_argument_is_in_the_readme(function: object) -> None:
     assert missing == []
 
 
-def test_python_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Python blocks run one after the other as they stand."""
+SMALL = {  # the same with a model, a batch and a budget that take less time
+    "Linear(512, 2048)": "Linear(64, 256)",
+    "Linear(2048, 10)": "Linear(256, 10)",
+    "randn(8, 512)": "randn(8, 64)",
+    "randn(16, 512)": "randn(16, 64)",
+    "randn(4096, 512)": "randn(512, 64)",
+    "(4096,)": "(512,)",
+    "target_batch=4096": "target_batch=512",
+    "virtual:64MiB": "virtual:1MiB",
+    "num_layers=6": "num_layers=2",
+}
+
+
+@pytest.mark.parametrize(
+    "changes", [pytest.param({}, id="as it stands", marks=pytest.mark.slow), pytest.param(SMALL, id="in small")]
+)
+def test_python_in_the_readme_runs(changes: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python blocks run one after the other."""
     monkeypatch.chdir(tmp_path)
+    blocks = "\0".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+    for old, new in changes.items():
+        assert old in blocks
+        blocks = blocks.replace(old, new)
     names: dict[str, object] = {}
-    for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+    for block in blocks.split("\0"):
         exec(block, names)
     plan = names["plan"]
     assert isinstance(plan, autoaccum.Plan)

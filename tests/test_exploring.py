@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from math import ceil
 from typing import Any
@@ -129,15 +129,11 @@ def traced_once(workload: Workload, device: Any, **more: Any) -> Traced:
 
 
 @pytest.fixture(autouse=True)
-def by_formula(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Step times are what the models say, and tiny models run on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def by_formula(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step times are what the models say, and each is traced once."""
     if "real_time" not in request.keywords and "real_clock" not in request.fixturenames:
         monkeypatch.setattr("autoaccum.probing.time", clock)
     monkeypatch.setattr("autoaccum.session.traced", traced_once)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -627,7 +623,6 @@ def test_any_time_budget_gives_a_plan_that_was_run(limit_s: float, monkeypatch: 
         ),
         ({"checkpointing": ["off"]}, {("off", "default", "off")}),
     ],
-    ids=str,
 )
 def test_only_the_levers_that_were_named_are_turned(levers: Any, allowed: set[tuple[str, str, str]]) -> None:
     """No trial turns a lever, or takes a level, that was not asked for."""

@@ -71,14 +71,11 @@ def traced_once(workload: Workload, device: Any, **more: Any) -> Traced:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny models are slower on several threads; each is traced once for all tests."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def shared_traces() -> Iterator[None]:
+    """Each model is traced once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("autoaccum.session.traced", traced_once)
         yield
-    torch.set_num_threads(threads)
 
 
 def mean_of(model: nn.Module, batch: Tensor) -> Tensor:

@@ -41,15 +41,6 @@ def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     yield
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny layers on several threads wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def accumulated(parameters: Sequence[Tensor], losses: Sequence[Tensor], *, wide: bool = True) -> Accumulation:
     """A window of these losses."""
     accumulation = Accumulation(parameters, Backward(), wide=wide)

@@ -31,12 +31,10 @@ def texts(output: dict[str, Any]) -> str:
 @pytest.fixture
 def settings_kept() -> Iterator[None]:
     """A notebook has a process of its own elsewhere: what it sets for all of torch ends with it here."""
-    dtype, threads, generator = torch.get_default_dtype(), torch.get_num_threads(), torch.get_rng_state()
+    dtype, generator = torch.get_default_dtype(), torch.get_rng_state()
     others = random.getstate(), np.random.get_state()
-    torch.set_num_threads(1)  # tiny models are slower on several
     yield
     torch.set_default_dtype(dtype)
-    torch.set_num_threads(threads)
     torch.set_rng_state(generator)
     random.setstate(others[0])
     np.random.set_state(others[1])

@@ -216,6 +216,7 @@ def test_a_pickle_is_never_loaded(tmp_path: Path) -> None:
         (3, 3, {}),
     ],
 )
+@pytest.mark.usefixtures("one_trace")
 def test_schedule_is_what_the_ranks_run(
     target: int, world_size: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,6 @@ MIB, GIB = 2**20, 2**30
 SMALL, MIDDLE, LARGE = "RTX 3060 12GB", "RTX 4090 24GB", "A100 80GB"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny models are slower on several threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def heavy(width: int = 4096, depth: int = 3, hidden: int = 8) -> nn.Module:
     """A model without values; each row keeps `depth` wide activations."""
     layers: list[nn.Module] = [nn.Linear(hidden, width), nn.Tanh()]
@@ -53,8 +45,31 @@ def predict(
     target: int = 10_000_000, gpu: Any = SMALL, model: nn.Module | None = None, sample: Any = None, **more: Any
 ) -> Plan:
     """A plan for a model of 34 million parameters, of which 12 GiB hold some hundred thousand rows."""
-    given = meta_model() if model is None else model
-    return autoaccum.predict(given, torch.randn(4, 8) if sample is None else sample, target, gpu=gpu, **more)
+    with traced_once() if model is sample is None and not more.keys() & STEP else nullcontext():
+        given = meta_model() if model is None else model
+        return autoaccum.predict(given, torch.randn(4, 8) if sample is None else sample, target, gpu=gpu, **more)
+
+
+STEP = {"loss_fn", "training_step", "optimizer", "weight", "batch_dim", "split"}
+
+_TRACED: dict[object, Any] = {}
+
+
+@contextmanager
+def traced_once(target: str = "") -> Iterator[None]:
+    """The training step of this target is traced for each GPU once, for all tests."""
+    true = predicting._isolated
+
+    def isolated(attempt: Any) -> Any:
+        traces, (gpu,) = attempt.func.__self__, attempt.args
+        key = (target, repr(gpu), traces._multiple_of, traces._levers)
+        if key not in _TRACED:
+            _TRACED[key] = true(attempt)
+        return _TRACED[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(predicting, "_isolated", isolated)
+        yield
 
 
 def meta_model() -> nn.Module:
@@ -640,7 +655,7 @@ def test_seven_billion_parameters_fit_a_laptop(run_child: Any) -> None:
 
 def run(*arguments: str) -> int:
     """Run the command line in this process, to its exit code."""
-    with pytest.raises(SystemExit) as ended:
+    with traced_once(GPT) if arguments[0] == GPT else nullcontext(), pytest.raises(SystemExit) as ended:
         cli.main(["predict", *arguments])
     return int(ended.value.code or 0)
 

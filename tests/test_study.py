@@ -39,15 +39,6 @@ NAMED = Levers(checkpointing="full", checkpointed_blocks=2, block_names=("h.0", 
 FITS = Fit(peak_bytes=600, step_times_s=(1.0, 1.25, 1.5))
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny models are slower on several threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(params=["journal", "sqlite", "memory"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """Every kind of storage."""
@@ -367,7 +358,7 @@ def test_fits_above_the_budget_of_now_are_none(tmp_path: Path) -> None:
     "wrong",
     [
         5,
-        object(),
+        pytest.param(object(), id="object"),
         "",
         "runs.txt",
         "nosuch://host/runs",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from math import ceil
 from typing import Any
@@ -94,14 +93,10 @@ def traced_once(workload: Workload, device: Any, **more: Any) -> Traced:
 
 
 @pytest.fixture(autouse=True)
-def by_formula(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Step times are what the models say, and tiny models run on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step times are what the models say, and each is traced once."""
     monkeypatch.setattr("autoaccum.probing.time", clock)
     monkeypatch.setattr("autoaccum.session.traced", traced_once)
-    yield
-    torch.set_num_threads(threads)
 
 
 def mean_of(model: nn.Module, batch: Tensor) -> Tensor:

@@ -356,7 +356,6 @@ def lambda_loss(output: Tensor, target: Tensor) -> Tensor:
         None,
         "cross_entropy",
     ],
-    ids=str,
 )
 def test_anything_else_is_not_recognised(loss_fn: Any) -> None:
     """A loss of one's own, a partial with positions, other losses and other things have no known denominator."""

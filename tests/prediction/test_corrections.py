@@ -27,15 +27,6 @@ AMPERE, TURING, HOPPER, AMD = "RTX 3060 12GB", "T4 16GB", "H100 80GB", "MI300X 1
 Do = Callable[[Tensor], Tensor]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny models are slower on several threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Ran(NamedTuple):
     """One operation of a trace, and what it gave."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -23,15 +22,6 @@ from autoaccum.workload import Workload
 
 TINY_GPT = "demo:gpt?layers=1&width=8&heads=1&vocabulary=16&seq_len=4"
 LIBRARY = str(Path(autoaccum.__file__).parent)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny models are slower on several threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def raised_by(source: str, file: str = "/home/someone/train.py") -> BaseException:

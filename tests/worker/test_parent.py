@@ -182,6 +182,7 @@ def test_search_goes_on_without_a_prediction_where_tracing_ends_the_worker() -> 
     assert any("ended without an answer (exit code -11)" in text for text in result.warnings)
 
 
+@pytest.mark.slow
 def test_segmentation_fault_is_a_trial_of_the_plan() -> None:
     """A kernel that crashes above one row leads to a plan of single rows, limited by memory."""
     plan = search("crashing_above_one", target_batch=2)
@@ -203,6 +204,7 @@ def test_death_in_the_plans_own_step_lowers_the_plan() -> None:
     ]
 
 
+@pytest.mark.slow  # `autoaccum probe` shows the same in tests/test_cli.py
 def test_death_at_every_size_says_what_killed_it() -> None:
     """When even one row kills the worker, the error is that nothing fits, with the signal and the trial."""
     with pytest.raises(WorkerError, match=r"micro_batch=1 does not fit .*signal 6 \(SIGABRT\)") as caught:
