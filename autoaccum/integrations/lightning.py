@@ -207,7 +207,7 @@ class AutoAccum(Callback):  # type: ignore[misc,unused-ignore]
         """Levers on. Not earlier: a checkpoint may have brought its own optimizer settings."""
         if self._data is None or self.plan is None:
             return
-        self._data.forget()
+        self._data.begin()
         self._window_weight = 0.0
         self._stack.enter_context(self.plan.applied(pl_module, trainer.optimizers[0]))
 
@@ -327,6 +327,7 @@ class _Data:
         self.schedule = schedule
         self._inner, self._rank = inner, rank
         self._kept: Any = None
+        self._has_begun = False
         self._loader: WindowLoader | None = None
 
     @property
@@ -353,13 +354,13 @@ class _Data:
 
     def users_loader(self) -> Any:
         """The user's own."""
-        if self._kept is None:
-            self._kept = self._inner.dataloader()
-        return self._kept
+        loader = self._inner.dataloader() if self._kept is None else self._kept
+        self._kept = None if self._has_begun else loader
+        return loader
 
-    def forget(self) -> None:
-        """Ask the user anew from now on."""
-        self._kept = None
+    def begin(self) -> None:
+        """Ask the user anew from now on, whenever the trainer does."""
+        self._has_begun, self._kept = True, None
 
     def dataloader(self) -> WindowLoader:
         """What the trainer is to use."""
