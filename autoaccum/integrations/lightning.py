@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, final
@@ -17,6 +17,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from autoaccum.batches.layout import BatchDim, find_layout
 from autoaccum.batches.weights import Weigher, has_ignored_labels
@@ -149,7 +150,7 @@ class AutoAccum(Callback):  # type: ignore[misc,unused-ignore]
             return
         loader = self._data.users_loader()
         refuse_own_batching(loader, trainer.world_size)
-        _refuse_data(loader, trainer, self._data.schedule)
+        _refuse_data(loader, self._data.schedule)
         is_stream = isinstance(loader.dataset, IterableDataset)
         sample = loader if self._sample is None else self._sample
         plan = self._tuned(trainer, pl_module, sample, is_stream) if self._ready_plan is None else self._ready_plan
@@ -245,8 +246,10 @@ class AutoAccum(Callback):  # type: ignore[misc,unused-ignore]
         """Divide the gradient by what the window weighed over all ranks. It is complete, unscaled and not yet clipped."""
         if self._data is None:
             return
-        weight = torch.tensor(self._window_weight, dtype=torch.float64, device=pl_module.device)
-        window_weight = float(trainer.strategy.reduce(weight, reduce_op="sum"))
+        window_weight = self._window_weight
+        if trainer.world_size > 1:
+            of_rank = torch.tensor(window_weight, dtype=torch.float64, device=pl_module.device)
+            window_weight = float(trainer.strategy.reduce(of_rank, reduce_op="sum"))
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not window_weight:
             logger.warning("a window without any weight (no labels that count) moved no parameter")
@@ -489,14 +492,15 @@ def _refuse_training_step(pl_module: Any) -> None:
         )
 
 
-def _refuse_data(loader: Any, trainer: Any, schedule: WindowSchedule) -> None:
+def _refuse_data(loader: Any, schedule: WindowSchedule) -> None:
     """Refuse data of which no window would come."""
     if isinstance(loader.dataset, IterableDataset) or not loader.drop_last:
         return
-    rows, target = len(loader.dataset), schedule.target_batch
-    if rows < target:
+    order = loader.dataset if isinstance(loader.sampler, DistributedSampler) else loader.sampler
+    if isinstance(order, Sized) and len(order) < schedule.target_batch:
         raise InvalidRequestError(
-            f"drop_last=True drops every window: the data has {rows} samples and target_batch={target}. Leave it out, or "
+            f"drop_last=True drops every window: the data has {len(order)} samples and "
+            f"target_batch={schedule.target_batch}. Leave it out, or "
             "lower the target."
         )
 

@@ -26,7 +26,7 @@ from autoaccum.records import Levers
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of what Lightning imports
     L = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
-    from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
+    from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, ModelCheckpoint
     from lightning.pytorch.loggers.logger import Logger
 
 from autoaccum.integrations.lightning import AutoAccum, trainer_kwargs
@@ -288,6 +288,36 @@ def test_levers_are_on_while_fit_trains_and_off_afterwards(fails: bool) -> None:
     assert model.seen is True
     assert run.optimizers == [] or run.optimizers[0].param_groups[0]["foreach"] is None
     assert run.accumulate_grad_batches == 1 and run.fit_loop._data_source is source
+
+
+def test_checkpointed_blocks_train_alike_and_are_saved_as_they_are(tmp_path: Path) -> None:
+    """With activation checkpointing on, steps are exact, and a checkpoint made meanwhile has the module's own names."""
+
+    class Deep(Rows):
+        def __init__(self) -> None:
+            super().__init__()
+            blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
+            self.net = nn.Sequential(nn.Linear(4, 8), *blocks, nn.Linear(8, 3))
+
+    model, data = Deep(), rows()
+    names, expected = list(model.state_dict()), whole_batches(copy.deepcopy(model), data)
+    plan = ready_plan(Levers(checkpointing="full", checkpointed_blocks=2))
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    trainer(AutoAccum(plan=plan), saving, enable_checkpointing=True).fit(model, DataLoader(data))
+    assert largest_difference(model.after_steps, expected) < EXACT
+    saved = [torch.load(path, weights_only=True)["state_dict"] for path in sorted(tmp_path.glob("*.ckpt"))]
+    assert len(saved) == 3 and all(list(state) == names for state in saved)
+
+
+def test_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """Two epochs in one fit, or one fit after another from its checkpoint: the same parameters."""
+    whole, parts, data = Rows(), [Rows(), Rows()], rows()
+    trainer(quick()).fit(whole, DataLoader(data))
+    first = trainer(quick(), max_epochs=1)
+    first.fit(parts[0], DataLoader(data))
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    trainer(quick()).fit(parts[1], DataLoader(data), ckpt_path=tmp_path / "first.ckpt")
+    assert torch.equal(flat(whole), flat(parts[1]))
 
 
 def test_second_fit_tunes_again() -> None:
