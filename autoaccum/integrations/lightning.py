@@ -56,7 +56,7 @@ class AutoAccum(Callback):  # type: ignore[misc,unused-ignore]
     loader is made anew with the plan's micro-batches, in the same order. On one device or with DDP. Batches that `Trainer`
     arguments count (`limit_train_batches`, `val_check_interval` as whole numbers) are effective batches. Every window's
     gradient is that of its rows, the last and shorter one of an epoch as well. Where other callbacks look at gradients
-    before the optimizer's step, this one comes first in the list.
+    before the optimizer's step, this one comes first in the list. Running out of memory in training ends it, as ever.
 
     Args:
         target_batch: Samples per optimizer step over all ranks. Give this or `plan`.

@@ -193,6 +193,8 @@ def _over_all_ranks(sampler: Any) -> Any:
 def _like(loader: DataLoader[Any], **batching: Any) -> DataLoader[Any]:
     """The same loader, batching otherwise."""
     has_workers = loader.num_workers > 0
+    if loader.pin_memory_device:  # newer versions of torch warn of it, and ignore it
+        batching["pin_memory_device"] = loader.pin_memory_device
     return DataLoader(
         loader.dataset,
         num_workers=loader.num_workers,
@@ -204,7 +206,6 @@ def _like(loader: DataLoader[Any], **batching: Any) -> DataLoader[Any]:
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor if has_workers else None,
         persistent_workers=loader.persistent_workers,
-        pin_memory_device=loader.pin_memory_device,
         in_order=loader.in_order,
         **batching,
     )

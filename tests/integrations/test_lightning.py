@@ -10,6 +10,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def test_every_step_is_exact_for_a_loss_over_tokens() -> None:
     """Micro-batches with different numbers of labels count by their labels."""
     model, data = Rows(), texts()
     expected = whole_batches(copy.deepcopy(model), data)
-    trainer(quick(weight=tokens(1))).fit(model, DataLoader(data))
+    trainer(AutoAccum(plan=ready_plan(), weight=tokens(1))).fit(model, DataLoader(data))
     assert largest_difference(model.after_steps, expected) < EXACT
 
 
@@ -167,12 +168,16 @@ def test_data_may_come_from_anywhere() -> None:
     assert torch.equal(trained[0], trained[1]) and torch.equal(trained[0], trained[2])
 
 
-def ready_plan(levers: Levers | None = None, target: int = 10, **options: Any) -> Plan:
+def ready_plan(levers: Levers | None = None, target: int = 10) -> Plan:
     """A plan that nothing has to be searched for."""
-    asked = {"max_micro_batch": 3, "device": "virtual:1GiB", "levers": "none", **options}
-    plan = autotune(Rows().net, torch.randn(2, 4), target, **asked)
+    plan = searched(target)
     fields = {name: getattr(plan, name) for name in Plan.__struct_fields__}
     return Plan(**fields | ({} if levers is None else {"levers": levers}))
+
+
+@cache
+def searched(target: int) -> Plan:
+    return autotune(Rows().net, torch.randn(2, 4), target, max_micro_batch=3, device="virtual:1GiB", levers="none")
 
 
 class Watched(Logger):
@@ -290,15 +295,17 @@ def test_levers_are_on_while_fit_trains_and_off_afterwards(fails: bool) -> None:
     assert run.accumulate_grad_batches == 1 and run.fit_loop._data_source is source
 
 
+class Deep(Rows):
+    """Has blocks that can be checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
+        self.net = nn.Sequential(nn.Linear(4, 8), *blocks, nn.Linear(8, 3))
+
+
 def test_checkpointed_blocks_train_alike_and_are_saved_as_they_are(tmp_path: Path) -> None:
     """With activation checkpointing on, steps are exact, and a checkpoint made meanwhile has the module's own names."""
-
-    class Deep(Rows):
-        def __init__(self) -> None:
-            super().__init__()
-            blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
-            self.net = nn.Sequential(nn.Linear(4, 8), *blocks, nn.Linear(8, 3))
-
     model, data = Deep(), rows()
     names, expected = list(model.state_dict()), whole_batches(copy.deepcopy(model), data)
     plan = ready_plan(Levers(checkpointing="full", checkpointed_blocks=2))
@@ -312,12 +319,46 @@ def test_checkpointed_blocks_train_alike_and_are_saved_as_they_are(tmp_path: Pat
 def test_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     """Two epochs in one fit, or one fit after another from its checkpoint: the same parameters."""
     whole, parts, data = Rows(), [Rows(), Rows()], rows()
-    trainer(quick()).fit(whole, DataLoader(data))
-    first = trainer(quick(), max_epochs=1)
+    plan = ready_plan()
+    trainer(AutoAccum(plan=plan)).fit(whole, DataLoader(data))
+    first = trainer(AutoAccum(plan=plan), max_epochs=1)
     first.fit(parts[0], DataLoader(data))
     first.save_checkpoint(tmp_path / "first.ckpt")
-    trainer(quick()).fit(parts[1], DataLoader(data), ckpt_path=tmp_path / "first.ckpt")
+    trainer(AutoAccum(plan=plan)).fit(parts[1], DataLoader(data), ckpt_path=tmp_path / "first.ckpt")
     assert torch.equal(flat(whole), flat(parts[1]))
+
+
+def test_trainer_of_pytorch_lightning_takes_it_as_well() -> None:
+    """The package of the same code under its other name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other = pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
+
+    class Other(other.LightningModule):  # type: ignore[misc,name-defined]
+        loss = Rows.loss
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.after_steps = Rows().net, [torch.empty(0)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.loss(batch)
+
+        configure_optimizers = lambda self: torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)  # noqa: E731
+
+    model = Other()
+    expected = whole_batches(Rows(), rows())
+    run = other.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=[quick()],
+    )
+    run.fit(model, DataLoader(rows()))
+    assert float((flat(model) - expected[-1]).abs().max()) < EXACT
 
 
 def test_second_fit_tunes_again() -> None:
@@ -624,6 +665,14 @@ if __name__ == "__main__":
         seen = [callback.plan.micro_batch_sizes, [callback.plan.schedule(rank) for rank in range(2)], run.global_step]
         same = largest_difference(model.after_steps, expected) if name != "shuffled" else 0.0
         found[name] = [*seen, same, flat(model).tolist()]
+    fields = {{name: getattr(callback.plan, name) for name in Plan.__struct_fields__}}
+    levers = Levers(checkpointing="full", checkpointed_blocks=2, optimizer_impl="foreach")
+    model, data = Deep(), rows(27)
+    expected = whole_batches(copy.deepcopy(model), data)
+    run = trainer(AutoAccum(plan=Plan(**fields | {{"levers": levers}})), devices=2, strategy="ddp")
+    run.fit(model, DataLoader(data))
+    difference = largest_difference(model.after_steps, expected)
+    found["levers"] = [*found["rows"][:2], run.global_step, difference, flat(model).tolist()]
     Path(sys.argv[1], f"rank{{run.global_rank}}.json").write_text(json.dumps(found))
 """
 
