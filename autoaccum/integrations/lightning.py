@@ -192,6 +192,7 @@ class AutoAccum(Callback):  # type: ignore[misc,unused-ignore]
     def _take_over(self, trainer: Any, plan: Plan, is_stream: bool) -> None:
         """Give the trainer the plan's numbers."""
         assert self._data is not None
+        num_windows = self._data.num_windows()
         self._data.schedule = self._data.schedule._replace(micro_batch=plan.micro_batch, multiple_of=plan.multiple_of)
         steps = plan.accumulation_steps if is_stream else self._data.schedule.steps
         self._put_back_later(trainer, "accumulate_grad_batches", steps)
@@ -199,6 +200,9 @@ class AutoAccum(Callback):  # type: ignore[misc,unused-ignore]
             count = getattr(trainer, name)
             if isinstance(count, int):
                 self._put_back_later(trainer, name, count * steps)
+        part = trainer.limit_train_batches
+        if isinstance(part, float) and part < 1.0 and num_windows is not None and int(num_windows * part):
+            self._put_back_later(trainer, "limit_train_batches", int(num_windows * part) * steps)
         loop = trainer.fit_loop
         if loop._combined_loader is not None:  # made for `estimated_stepping_batches`, of whole windows
             loop._data_fetcher.teardown()
@@ -369,6 +373,13 @@ class _Data:
         """What the trainer is to use."""
         self._loader = WindowLoader(self.users_loader(), self.schedule, self._rank)
         return self._loader
+
+    def num_windows(self) -> int | None:
+        """Of an epoch, None where that is not known; while a window is one micro-batch."""
+        try:
+            return len(WindowLoader(self.users_loader(), self.schedule, self._rank))
+        except TypeError:  # a stream, or a sampler without a length
+            return None
 
     def take_rows(self) -> int | None:
         """The rows of the micro-batch that begins; None where only the batch itself tells."""

@@ -387,6 +387,26 @@ def test_whole_numbers_of_batches_are_effective_batches() -> None:
     assert (run.limit_train_batches, run.val_check_interval) == (2, 1)
 
 
+def test_part_of_the_batches_is_a_part_of_the_effective_batches() -> None:
+    """`limit_train_batches=0.7` of three windows is two, as `estimated_stepping_batches` says before tuning."""
+    model = Rows()
+    run = trainer(AutoAccum(plan=ready_plan()), max_epochs=1, limit_train_batches=0.7)
+    run.fit(model, DataLoader(rows()))
+    assert run.global_step == 2 and model.calls.count("training_step") == 8
+    assert run.limit_train_batches == 0.7
+
+
+@pytest.mark.parametrize(("target", "limit"), [(40, 9), (10, 10)])
+def test_window_may_be_all_of_the_data_or_one_micro_batch(target: int, limit: int) -> None:
+    """A target above the data's length gives the step of all data; one that fits as a whole needs no accumulation."""
+    model, data = Rows(), rows()
+    expected = whole_batches(copy.deepcopy(model), data, target=target)
+    callback = quick(target, max_micro_batch=limit)
+    trainer(callback).fit(model, DataLoader(data))
+    assert callback.plan is not None and callback.plan.micro_batch <= limit
+    assert largest_difference(model.after_steps, expected) < EXACT
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(rows())
