@@ -26,7 +26,7 @@ from autoaccum.errors import InvalidRequestError, NothingFitsError, RankMismatch
 from autoaccum.fingerprint import fingerprint_of
 from autoaccum.levers import Space, common, space_for
 from autoaccum.meeting import Meeting
-from autoaccum.prediction.forecast import Forecast, take_first_step, traced
+from autoaccum.prediction.forecast import Forecast, Traced, take_first_step, traced
 from autoaccum.preserve import Snapshot, preserved
 from autoaccum.probing import (
     MICRO_BATCHES_PER_WINDOW,
@@ -149,7 +149,8 @@ class Search:
         self.workload.refuse_meta()
         self.request = checked(request, self.ranks.world_size)
         self.device = device_for(device, self.workload.device)
-        if self.request.shares == "proportional" and Sharding(self.workload.module, self.ranks.group).lockstep:
+        self.lockstep = Sharding(self.workload.module, self.ranks.group).lockstep
+        if self.request.shares == "proportional" and self.lockstep:
             raise InvalidRequestError(
                 'shares="proportional" needs ranks that run independently, and FSDP and SyncBatchNorm make all ranks run '
                 'the same number of micro-batches; use shares="equal".'
@@ -300,22 +301,24 @@ class Search:
 
     def _traced(self, levers: Levers) -> Forecast | None:
         begun = time.monotonic()
-        own = traced(
-            self.workload,
-            self.device,
-            multiple_of=self.request.multiple_of,
-            snapshot=self._snapshot,
-            budget_bytes=self.budget.budget_bytes,
-            levers=levers,
-        )
+        # Ranks' data and memory may differ. All go by the first one's prediction, above what the fullest one holds.
+        found: Traced | None = None
+        if self.ranks.rank == 0 or self.lockstep:
+            found = traced(
+                self.workload,
+                self.device,
+                multiple_of=self.request.multiple_of,
+                snapshot=self._snapshot,
+                budget_bytes=self.budget.budget_bytes,
+                levers=levers,
+            )
         if self.device.is_host:
             take_first_step()
         gc.collect()
         self.device.release()  # what earlier work left in a cache is used again, and would be counted twice
         held_bytes = self.device.held_bytes(self.workload.resident())
-        # Ranks' data and memory may differ. All go by the first one's prediction, above what the fullest one holds.
-        found = own if self.ranks.rank == 0 else None
-        heard = self.ranks.gather((found, held_bytes, time.monotonic() - begun, self._elapsed_s()))
+        own = found if self.ranks.rank == 0 else None
+        heard = self.ranks.gather((own, held_bytes, time.monotonic() - begun, self._elapsed_s()))
         found = heard[0][0]
         self.tracing_s += max(tracing_s for _, _, tracing_s, _ in heard)
         self._agreed_s = max(elapsed_s for _, _, _, elapsed_s in heard)
@@ -461,7 +464,7 @@ class Search:
             return [sizes[:MICRO_BATCHES_PER_WINDOW]] * WINDOWS_PER_PROBE, None
         self.latest["timing"] = None
         allowed_s = min(_MEASURED_S, left_s)
-        if self.ranks.world_size > 1:  # all ranks take the same number, which is known before
+        if self.lockstep:  # all ranks take the same number, which is known before
             return [sizes] * max(2, min(_MOST_STEPS, int(allowed_s / max(step_s, 1e-3)))), None
         begun, fastest_s = time.monotonic(), self._fastest_step_s(sum(sizes))
 

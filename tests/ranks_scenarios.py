@@ -5,6 +5,7 @@ So a rank may be killed, and the next scenario begins with new ones. The answers
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -28,9 +29,10 @@ from autoaccum.request import Request
 from autoaccum.tune import tune_workload
 from autoaccum.workload import Workload
 
-PATIENCE_S = 60.0  # a scenario that takes longer hangs
+PATIENCE_S = 100.0  # a scenario that takes longer hangs
 SILENT_S = 1.5  # here, so that a killed rank is soon missed
 SCENARIOS: dict[str, Scenario] = {}
+FULL = {"checkpointing": ["full"]}
 HUNG, DIED = "hung", "died"
 
 
@@ -128,7 +130,7 @@ class Injected:
 class Blocks(nn.Module):
     """Repeated blocks that hold more than they hand on: checkpointing makes room."""
 
-    def __init__(self, width: int = 32, blocks: int = 4) -> None:
+    def __init__(self, width: int = 16, blocks: int = 4) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(width, 8 * width), nn.Tanh(), nn.Linear(8 * width, width)) for _ in range(blocks)
@@ -250,7 +252,7 @@ def few_exchanges(rank: int) -> Any:
 
     session.Search.__exit__ = counting  # type: ignore[method-assign]
     tune(Fuse(5), 64)
-    tune(Blocks(), 64, sample=torch.ones(4, 32), levers="exact", device="virtual:1100KiB")
+    tune(Blocks(), 1024, sample=torch.ones(4, 16), levers=FULL, device="virtual:1MiB")
     return found
 
 
@@ -259,12 +261,17 @@ def few_exchanges(rank: int) -> Any:
 
 @scenario()
 def levers_by_memory(rank: int) -> Any:
-    capacities = ("virtual:1100KiB", "virtual:1MiB")
+    capacities = ("virtual:1MiB", "virtual:800KiB")
     found = []
     for order in (1, -1):
-        plan = tune(Blocks(), 256, sample=torch.ones(4, 32), levers="exact", device=capacities[::order][rank])
-        found.append(facts(plan))
+        device = capacities[::order][rank]
+        found.append(facts(tune(Blocks(), 1024, sample=torch.ones(4, 16), levers=FULL, device=device)))
     return found
+
+
+@scenario()
+def all_exact_levers(rank: int) -> Any:
+    return facts(tune(Blocks(), 1024, sample=torch.ones(4, 16), levers="exact", device="virtual:900KiB"))
 
 
 @scenario()
@@ -273,16 +280,16 @@ def levers_by_data(rank: int) -> Any:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).sum(1)
 
-    sample = torch.ones(4, 4 if rank else 6, 32)  # longer rows on the first rank: other predictions
-    found = [facts(tune(Summed(), 64, sample=sample, levers="exact", device="virtual:1200KiB"))]
-    sample = torch.ones(4, 6 if rank else 4, 32)
-    return [*found, facts(tune(Summed(), 64, sample=sample, levers="exact", device="virtual:1200KiB"))]
+    sample = torch.ones(4, 4 if rank else 6, 16)  # longer rows on the first rank: other predictions
+    found = [facts(tune(Summed(), 64, sample=sample, levers=FULL, device="virtual:800KiB"))]
+    sample = torch.ones(4, 6 if rank else 4, 16)
+    return [*found, facts(tune(Summed(), 64, sample=sample, levers=FULL, device="virtual:800KiB"))]
 
 
 @scenario()
 def levers_for_room(rank: int) -> Any:
     found = autoaccum.probe(
-        Blocks(), torch.ones(4, 32), device=("virtual:1100KiB", "virtual:1200KiB")[rank], levers="exact", max_micro_batch=500
+        Blocks(), torch.ones(4, 16), device=("virtual:1MiB", "virtual:1200KiB")[rank], levers=FULL, max_micro_batch=2000
     )
     return [found.max_micro_batch, str(found.levers), [str(trial.candidate) for trial in found.trials]]
 
@@ -294,8 +301,8 @@ def levers_in_little_time(rank: int) -> Any:
             time.sleep(0.02 * (1 + rank))
             return super().forward(x)
 
-    options = {"sample": torch.ones(4, 32), "levers": "exact", "device": "virtual:1100KiB", "time_budget_s": 2.0}
-    return facts(tune(Slow(), 256, **options))
+    options = {"sample": torch.ones(4, 16), "levers": FULL, "device": "virtual:1MiB", "time_budget_s": 2.0}
+    return facts(tune(Slow(), 1024, **options))
 
 
 @scenario()
@@ -304,7 +311,7 @@ def levers_sampled(rank: int) -> Any:
 
     exploring._ENUMERATED = 3
     exploring._SAMPLED = 4
-    return facts(tune(Blocks(), 256, sample=torch.ones(4, 32), levers="exact", device="virtual:1100KiB"))
+    return facts(tune(Blocks(), 1024, sample=torch.ones(4, 16), levers="exact", device="virtual:1MiB"))
 
 
 # -- errors
@@ -480,7 +487,7 @@ def proportional(rank: int) -> Any:
 
 @scenario()
 def proportional_by_memory(rank: int) -> Any:
-    plan = tune(Blocks(), 1000, sample=torch.ones(4, 32), shares="proportional", device=("virtual:2MiB", "virtual:4MiB")[rank])
+    plan = tune(Blocks(), 1000, sample=torch.ones(4, 16), shares="proportional", device=("virtual:1MiB", "virtual:2MiB")[rank])
     return [plan.shares, plan.limits, plan.max_micro_batch, [plan.schedule(0), plan.schedule(1)], plan.warnings]
 
 
@@ -509,11 +516,11 @@ def proportional_refused(rank: int) -> Any:
 @scenario()
 def kept(rank: int) -> Any:
     folder = Path(os.environ["SCENARIO_FOLDER"])
-    options = {"sample": torch.ones(4, 32), "levers": {"checkpointing": ["full"]}, "device": "virtual:1100KiB"}
+    options = {"sample": torch.ones(4, 16), "levers": FULL, "device": "virtual:1MiB"}
     cache = {"cache": folder / f"cache{rank}"}
-    fresh, again = (tune(Blocks(), 255, **options, **cache) for _ in range(2))
+    fresh, again = (tune(Blocks(), 1023, **options, **cache) for _ in range(2))
     storage = {"storage": f"sqlite:///{folder}/study{rank}.db"}
-    first, second = (tune(Blocks(), 255, **options, **storage) for _ in range(2))
+    first, second = (tune(Blocks(), 1023, **options, **storage) for _ in range(2))
     dist.barrier()
     return {
         "files": [sorted(path.name[-5:] for path in (folder / f"cache{of}").glob("*")) for of in range(2)],
@@ -531,6 +538,7 @@ def kept(rank: int) -> Any:
 def main(folder: Path, names: list[str]) -> None:
     """Run these scenarios one after the other, each by new copies of this process."""
     torch.set_num_threads(1)
+    autoaccum.autotune(Blocks(), torch.ones(4, 16), 8, device="virtual:1MiB")  # what it loads, copies have
     answers = {}
     for name in names:
         begun = time.monotonic()
@@ -566,6 +574,7 @@ def fork(name: str, wanted: Scenario, rank: int, folder: Path, answer: Path) -> 
         return pid
     status = 1
     try:
+        faulthandler.dump_traceback_later(PATIENCE_S - 5, exit=False)
         os.environ["SCENARIO_FOLDER"] = str(folder)
         dist.init_process_group("gloo", init_method=f"file://{folder}/{name}.store", rank=rank, world_size=wanted.world)
         answer.with_suffix(".new").write_text(json.dumps(wanted.run(rank)))
