@@ -240,5 +240,5 @@ def _refuse_silence(rank: int, beats: int, silent_s: float, waited_s: float) -> 
         )
     if beats and silent_s > SILENT_S:
         raise _AbsentError(f"rank {rank} has not answered for {SILENT_S:.0f} s: it has died, or was stopped.")
-    if waited_s > UNANSWERED_S:
-        raise _AbsentError(f"rank {rank} is alive, but has said nothing for {UNANSWERED_S:.0f} s: it hangs.")
+    if waited_s > UNANSWERED_S * (1 if rank else 2):  # the first one may itself be waiting for another, and names it then
+        raise _AbsentError(f"rank {rank} is alive, but has said nothing for {waited_s:.0f} s: it hangs.")

@@ -134,7 +134,7 @@ class Injected:
 class Blocks(nn.Module):
     """Repeated blocks that hold more than they hand on: checkpointing makes room."""
 
-    def __init__(self, width: int = 16, blocks: int = 4) -> None:
+    def __init__(self, width: int = 16, blocks: int = 3) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(width, 8 * width), nn.Tanh(), nn.Linear(8 * width, width)) for _ in range(blocks)
@@ -257,7 +257,7 @@ def few_exchanges(rank: int) -> Any:
 
     session.Search.__exit__ = counting  # type: ignore[method-assign]
     tune(Fuse(5), 64)
-    tune(Blocks(), 1024, sample=torch.ones(4, 16), levers=FULL, device="virtual:1MiB")
+    tune(Blocks(), 1024, sample=torch.ones(4, 16), levers=FULL, device="virtual:768KiB")
     return found
 
 
@@ -266,7 +266,7 @@ def few_exchanges(rank: int) -> Any:
 
 @scenario()
 def levers_by_memory(rank: int) -> Any:
-    capacities = ("virtual:1MiB", "virtual:800KiB")
+    capacities = ("virtual:768KiB", "virtual:600KiB")
     found = []
     for order in (1, -1):
         device = capacities[::order][rank]
@@ -277,7 +277,7 @@ def levers_by_memory(rank: int) -> Any:
 
 @scenario()
 def all_exact_levers(rank: int) -> Any:
-    return facts(tune(Blocks(), 1024, sample=torch.ones(4, 16), levers="exact", device="virtual:900KiB"))
+    return facts(tune(Blocks(), 1024, sample=torch.ones(4, 16), levers="exact", device="virtual:675KiB"))
 
 
 @scenario()
@@ -287,15 +287,15 @@ def levers_by_data(rank: int) -> Any:
             return super().forward(x).sum(1)
 
     sample = torch.ones(4, 4 if rank else 6, 16)  # longer rows on the first rank: other predictions
-    found = [facts(tune(Summed(), 64, sample=sample, levers=FULL, device="virtual:800KiB"))]
+    found = [facts(tune(Summed(), 64, sample=sample, levers=FULL, device="virtual:600KiB"))]
     sample = torch.ones(4, 6 if rank else 4, 16)
-    return [*found, facts(tune(Summed(), 64, sample=sample, levers=FULL, device="virtual:800KiB"))]
+    return [*found, facts(tune(Summed(), 64, sample=sample, levers=FULL, device="virtual:600KiB"))]
 
 
 @scenario()
 def levers_for_room(rank: int) -> Any:
     found = autoaccum.probe(
-        Blocks(), torch.ones(4, 16), device=("virtual:1MiB", "virtual:1200KiB")[rank], levers=FULL, max_micro_batch=2000
+        Blocks(), torch.ones(4, 16), device=("virtual:768KiB", "virtual:800KiB")[rank], levers=FULL, max_micro_batch=2000
     )
     return [found.max_micro_batch, str(found.levers), [str(trial.candidate) for trial in found.trials]]
 
@@ -307,7 +307,7 @@ def levers_in_little_time(rank: int) -> Any:
             time.sleep(0.02 * (1 + rank))
             return super().forward(x)
 
-    options = {"sample": torch.ones(4, 16), "levers": FULL, "device": "virtual:1MiB", "time_budget_s": 2.0}
+    options = {"sample": torch.ones(4, 16), "levers": FULL, "device": "virtual:768KiB", "time_budget_s": 2.0}
     return facts(tune(Slow(), 1024, **options))
 
 
@@ -317,7 +317,7 @@ def levers_sampled(rank: int) -> Any:
 
     exploring._ENUMERATED = 3
     exploring._SAMPLED = 4
-    return facts(tune(Blocks(), 1024, sample=torch.ones(4, 16), levers="exact", device="virtual:1MiB"))
+    return facts(tune(Blocks(), 1024, sample=torch.ones(4, 16), levers="exact", device="virtual:768KiB"))
 
 
 # -- errors
@@ -494,7 +494,7 @@ def proportional(rank: int) -> Any:
 @scenario()
 def proportional_by_memory(rank: int) -> Any:
     plan = tune(
-        Blocks(), 1000, sample=torch.ones(4, 16), shares="proportional", device=("virtual:1MiB", "virtual:2MiB")[rank]
+        Blocks(), 1000, sample=torch.ones(4, 16), shares="proportional", device=("virtual:768KiB", "virtual:1536KiB")[rank]
     )
     return [plan.shares, plan.limits, plan.max_micro_batch, [plan.schedule(0), plan.schedule(1)], plan.warnings]
 
@@ -524,19 +524,24 @@ def proportional_refused(rank: int) -> Any:
 @scenario()
 def kept(rank: int) -> Any:
     folder = Path(os.environ["SCENARIO_FOLDER"])
-    options = {"sample": torch.ones(4, 16), "levers": FULL, "device": "virtual:1MiB"}
-    cache = {"cache": folder / f"cache{rank}"}
-    fresh, again = (tune(Blocks(), 1023, **options, **cache) for _ in range(2))
-    storage = {"storage": f"sqlite:///{folder}/study{rank}.db"}
-    first, second = (tune(Blocks(), 1023, **options, **storage) for _ in range(2))
+
+    def plan(cache: Path | None = None, storage: Path | None = None) -> Any:
+        workload = Workload(Fuse(5), torch.ones(4, 4))
+        request = Request(target_batch=33, predict=False, cache=None if cache is None else str(cache))
+        return tune_workload(workload, request, device="virtual:1GiB", storage=None if storage is None else str(storage))
+
+    fresh, again = (plan(cache=folder / f"cache{rank}") for _ in range(2))
+    first, second = (plan(storage=folder / f"study{rank}.log") for _ in range(2))
+    only_first = plan(storage=folder / "other.log" if rank == 0 else None)
     dist.barrier()
     return {
         "files": [sorted(path.name[-5:] for path in (folder / f"cache{of}").glob("*")) for of in range(2)],
-        "studies": [(folder / f"study{of}.db").exists() for of in range(2)],
+        "studies": [(folder / f"study{of}.log").exists() for of in range(2)],
         "fresh": facts(fresh),
         "again": [again.rank, again.micro_batch_sizes, len(again.trials), facts(again)],
         "first": facts(first),
-        "second": [len(second.trials) - len(first.trials), facts(second)[1:]],
+        "second": [len(second.trials) - len(first.trials), facts(second)],
+        "only first": facts(only_first),
     }
 
 

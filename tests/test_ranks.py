@@ -18,7 +18,15 @@ from autoaccum.ranks import Ranks, worst
 from autoaccum.records import Fit, OutOfMemory, Refused
 
 SCRIPT = Path(__file__).with_name("ranks_scenarios.py")
-SLOW = ("injected", "injected_in_three", "levers_by_data", "all_exact_levers", "levers_sampled", "killed_later")
+SLOW = (
+    "injected",
+    "injected_in_three",
+    "levers_by_data",
+    "levers_for_room",
+    "all_exact_levers",
+    "levers_sampled",
+    "killed_later",
+)
 HUNG, DIED = "hung", "died"
 
 Answers = dict[str, list[Any]]
@@ -148,9 +156,10 @@ def test_sampled_levers_are_chosen_alike(slow_answers: Answers) -> None:
     assert found[0] == found[1]
 
 
-def test_probe_turns_the_same_levers_on_all_ranks(answers: Answers) -> None:
+@pytest.mark.slow
+def test_probe_turns_the_same_levers_on_all_ranks(slow_answers: Answers) -> None:
     """The limit under levers is the smaller rank's, by the same trials."""
-    found = answers["levers_for_room"]
+    found = slow_answers["levers_for_room"]
     assert found[0] == found[1]
     assert "checkpointing='full'" in found[0][1]
 
@@ -300,7 +309,7 @@ def test_accumulator_trains_by_shares(answers: Answers) -> None:
 
 
 def test_device_with_twice_the_memory_takes_more_rows(answers: Answers) -> None:
-    """Measured on virtual devices of 1 and 2 MiB: shares follow the limits, and levers are said to be left."""
+    """Measured on virtual devices of 768 and 1536 KiB: shares follow the limits, and levers are said to be left."""
     first, second = answers["proportional_by_memory"]
     assert first[:2] == second[:2] and first[3] == second[3]
     shares, limits = first[0], first[1]
@@ -341,15 +350,15 @@ def test_remembered_plan_gives_every_rank_its_own_sizes(answers: Answers) -> Non
     for rank, found in enumerate((first, second)):
         assert found["again"][0] == rank and found["again"][2] == 1
         assert found["again"][3][1:3] == found["fresh"][1:3]
-    assert [sum(first["again"][1]), sum(second["again"][1])] == [512, 511]
+    assert [sum(first["again"][1]), sum(second["again"][1])] == [17, 16]
 
 
 def test_stored_trials_are_taken_over_by_all_ranks(answers: Answers) -> None:
     """A second search goes on from the first one's trials, on every rank alike, and ends with the same plan."""
     first, second = answers["kept"]
     assert first["first"] == second["first"] and first["second"] == second["second"]
-    assert first["second"][0] < 3
-    assert first["second"][1][1] == first["first"][2]
+    assert first["second"] == [0, first["first"]]
+    assert first["only first"] == second["only first"] == first["first"]
 
 
 # -- in one process
