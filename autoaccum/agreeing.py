@@ -28,7 +28,7 @@ def call_of(workload: Workload, request: Request, call: str) -> dict[str, str]:
         "model": type(workload.module).__name__,
         "optimizer": workload.optimizer_name,
         "weight": _named(workload.weight),
-        _PARAMETERS: digest(_described(workload.module)),
+        _PARAMETERS: digest(list(_described(workload.module).items())),  # in order, as gradients are reduced
     }
 
 

@@ -493,9 +493,8 @@ def proportional(rank: int) -> Any:
 
 @scenario()
 def proportional_by_memory(rank: int) -> Any:
-    plan = tune(
-        Blocks(), 1000, sample=torch.ones(4, 16), shares="proportional", device=("virtual:768KiB", "virtual:1536KiB")[rank]
-    )
+    device = ("virtual:768KiB", "virtual:1536KiB")[rank]
+    plan = tune(Blocks(), 1000, sample=torch.ones(4, 16), shares="proportional", levers="exact", device=device)
     return [plan.shares, plan.limits, plan.max_micro_batch, [plan.schedule(0), plan.schedule(1)], plan.warnings]
 
 
