@@ -10,6 +10,7 @@ from typing import final
 
 import msgspec
 
+from autoaccum.choose import of_rank
 from autoaccum.errors import AutoaccumError
 from autoaccum.fingerprint import digest, fingerprint_of
 from autoaccum.levers.blocks import find_blocks
@@ -29,29 +30,34 @@ class _File(Record, frozen=True, kw_only=True):
 
 @final
 class Cache:
-    """The remembered plan of one search; the folder need not be there yet."""
+    """The remembered plan of one search; the folder need not be there yet. With several ranks only the first one touches it.
 
-    def __init__(self, folder: str | Path, search: Search) -> None:
+    Args:
+        folder: What the first rank was given counts.
+    """
+
+    def __init__(self, folder: str | Path | None, search: Search) -> None:
         self._search = search
+        self._is_first = search.ranks.rank == 0
         self._fingerprint = fingerprint_of(search.workload, search.device, search.request, search.ranks.world_size)
-        self._path = Path(folder) / f"{digest(self._fingerprint)[:24]}-rank{search.ranks.rank}.json"
+        self._path = Path(folder or "") / f"{digest(self._fingerprint)[:24]}.json"
 
     def verified(self) -> PlanRecord | None:
         """The remembered plan, if its micro-batch still fits, which one probe shows; else None.
 
-        All ranks have to have one, and every rank probes.
+        Every rank probes.
         """
-        found = self._read()
-        if not all(self._search.ranks.gather(found is not None)) or found is None:
+        found = self._search.ranks.gather(self._read() if self._is_first else None)[0]
+        if found is None:
             return None
         trial = self._search.probe(found.levers, found.micro_batch)
         if not isinstance(trial.outcome, Fit):
             self._search.warnings.append(
-                f"The remembered plan ({self._path}) does not fit any more, so the search was run again."
+                f"The remembered plan ({self._path.name}) does not fit any more, so the search was run again."
             )
             return None
         return msgspec.structs.replace(
-            found,
+            of_rank(found, self._search.ranks.rank),
             evidence="measured",
             budget_bytes=self._search.budget.budget_bytes,
             measured_peak_bytes=trial.outcome.peak_bytes,
@@ -62,7 +68,7 @@ class Cache:
 
     def remember(self, plan: PlanRecord) -> PlanRecord:
         """Write the plan down; where that cannot be, the plan says so. One that the clock cut short is not worth keeping."""
-        if self._search.time_is_up:
+        if self._search.time_is_up or not self._is_first:
             return plan
         text = to_json(_File(fingerprint=self._fingerprint, plan=to_json(plan)))
         try:

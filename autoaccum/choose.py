@@ -5,9 +5,20 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
+import msgspec
+
 from autoaccum.errors import InvalidRequestError
-from autoaccum.records import Evidence, LimitedBy, OutOfMemory, Record, Refused, Trial
-from autoaccum.schedule import largest_divisor, near_targets, rank_sizes, shares, smallest, steps_for
+from autoaccum.records import Evidence, LimitedBy, OutOfMemory, PlanRecord, Record, Refused, Trial
+from autoaccum.schedule import (
+    largest_divisor,
+    near_targets,
+    proportional_sizes,
+    rank_sizes,
+    shares,
+    smallest,
+    split_rows,
+    steps_for,
+)
 from autoaccum.search import Standing
 
 
@@ -66,6 +77,29 @@ def schedule_for(
             + (f" or a smaller multiple_of than {multiple_of}." if multiple_of > 1 else ".")
         )
     return Schedule(sizes=sizes)
+
+
+def sizes_of(plan: PlanRecord, rank: int) -> tuple[int, ...]:
+    """The micro-batch sizes of any rank of a plan, in rows."""
+    if plan.shares:
+        return proportional_sizes(plan.target_batch, plan.limits, plan.multiple_of, plan.min_micro_batch)[rank]
+    largest = split_rows(shares(plan.target_batch, plan.world_size)[0], plan.accumulation_steps, plan.multiple_of)[0]
+    return schedule_for(
+        plan.target_batch,
+        plan.world_size,
+        plan.micro_batch if plan.equal_micro_batches else largest,
+        at_least=plan.min_micro_batch,
+        multiple_of=plan.multiple_of,
+        equal=plan.equal_micro_batches,
+    ).sizes[rank]
+
+
+def of_rank(plan: PlanRecord, rank: int) -> PlanRecord:
+    """The plan of one rank as another one has it."""
+    sizes = sizes_of(plan, rank)
+    return msgspec.structs.replace(
+        plan, rank=rank, micro_batch=max(sizes), accumulation_steps=len(sizes), micro_batch_sizes=sizes
+    )
 
 
 def _runs(target_batch: int, world_size: int, limit: int, at_least: int, multiple_of: int) -> bool:

@@ -17,7 +17,7 @@ from autoaccum.choose import Schedule, schedule_for
 from autoaccum.errors import InvalidRequestError
 from autoaccum.foreseeing import AS_IT_IS, Foresight
 from autoaccum.records import Fit, Levers, Trial
-from autoaccum.schedule import largest_divisor, shares
+from autoaccum.schedule import largest_divisor
 from autoaccum.search import Standing, standing
 from autoaccum.session import Search
 from autoaccum.tradeoffs.choosing import best, recomputation, rivals
@@ -137,9 +137,8 @@ class Exploration:
     def measured(self) -> list[Measured]:
         """Every setting whose optimizer steps were timed."""
         search = self._search
-        assert search.request.target_batch is not None
-        rows = shares(search.request.target_batch, search.ranks.world_size)[search.ranks.rank]
-        return measured_points(search.trials, rows)
+        assert search.share is not None
+        return measured_points(search.trials, search.share)
 
     @cached_property
     def divisions(self) -> list[int]:
@@ -155,9 +154,7 @@ class Exploration:
 
     def _next(self, now: Standing) -> Point | None:
         """The point to run next, None when none is left that can be the best."""
-        search = self._search
-        found = None if search.time_is_up else self._proposed(now)
-        return search.ranks.gather(found)[0]
+        return None if self._search.time_is_up else self._proposed(now)
 
     def _proposed(self, now: Standing) -> Point | None:
         busy = self._hear_of_others()
@@ -174,20 +171,22 @@ class Exploration:
 
     def _hear_of_others(self) -> set[Point]:
         """Take over what other machines that share the study have run; gives what they are running."""
-        study = self._search.study
-        if study is None or self._search.ranks.world_size > 1:  # all ranks need the same log
+        search = self._search
+        if search.ranks.world_size > 1:  # the first one has told all after the latest trial
+            return set(search.busy)
+        if search.study is None:
             return set()
-        self._search.trials += study.news()
-        return study.busy()
+        search.trials += search.study.news()
+        return search.study.busy()
 
     def _sampled(self, worth: Sequence[Point]) -> Point | None:
-        """What the study's sampler suggests, until enough have run."""
+        """What the study's sampler suggests, until enough have run; on several ranks that of the first one."""
         search = self._search
         if sum(trial.candidate.levers != AS_IT_IS for trial in search.trials) >= _SAMPLED:
             return None
-        if search.study is None and search.ranks.rank == 0:
+        if not search.uses_study:
             search.use_study(None)
-        return None if search.study is None else search.study.sampled(worth)
+        return search.ranks.gather(None if search.study is None else search.study.sampled(worth))[0]
 
     def _worth(self, open_points: Sequence[Point], measured: Sequence[Measured]) -> list[Point]:
         """Those that may be faster than everything that was measured, by more than is worth running them for."""
@@ -262,7 +261,7 @@ class Exploration:
         if self._search.request.objective == "memory" or len(close) == 1:
             return
         for one in close[:_RIVALS]:
-            if not self._search.ranks.gather(self._search.time_is_up)[0]:
+            if not self._search.time_is_up:
                 self._measure(one.point)
 
 

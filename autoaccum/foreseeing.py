@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import lru_cache
 from math import ceil
 from typing import final
@@ -26,14 +25,13 @@ class Foresight:
 
     def __init__(self, search: Search, space: Space) -> None:
         self._search, self._space = search, space
-        self._tracing_s = 0.0
         self.raw_peak = lru_cache(maxsize=None)(self._raw_peak)
 
     def is_affordable(self, family: Levers) -> bool:
         """Whether there is a prediction of this family, or time left to make one."""
         if _plain(family) in self._search.known_forecasts():
             return True
-        return self._tracing_s <= _TRACING_S and not self._search.is_late()
+        return self._search.tracing_s <= _TRACING_S and not self._search.is_late()
 
     def blocks_for(self, family: Levers, size: int) -> int | None:
         """The smallest number of checkpointed blocks with which the size fits, None where it never does.
@@ -103,10 +101,7 @@ class Foresight:
         return forecast.peak_bytes(size) - max(rest, step) + max(rest, step + change)
 
     def _forecast(self, levers: Levers) -> Forecast | None:
-        begun = time.monotonic()
-        found = self._search.forecast(levers)
-        self._tracing_s += time.monotonic() - begun
-        return found
+        return self._search.forecast(levers)
 
     def _offset(self, levers: Levers) -> int:
         """By how much measured peaks differ from their predictions: of these levers, else with none turned."""

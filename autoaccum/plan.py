@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autoaccum.choose import schedule_for
+from autoaccum.choose import sizes_of
 from autoaccum.errors import InvalidRequestError
 from autoaccum.levers import Subject, applied, autocast_for
 from autoaccum.records import PlanRecord, from_json, to_json
@@ -19,7 +19,6 @@ from autoaccum.report.files import write_whole
 from autoaccum.report.pages import plan_fragment, plan_html
 from autoaccum.report.tables import trial_rows
 from autoaccum.report.text import plan_markdown, plan_text
-from autoaccum.schedule import shares, split_rows
 from autoaccum.workload import unwrapped
 
 if TYPE_CHECKING:
@@ -52,15 +51,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, tag_field="record", tag="autoa
         """
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise InvalidRequestError(f"rank={rank!r} does not exist; expected 0 to {self.world_size - 1}.")
-        largest = split_rows(shares(self.target_batch, self.world_size)[0], self.accumulation_steps, self.multiple_of)[0]
-        return schedule_for(
-            self.target_batch,
-            self.world_size,
-            self.micro_batch if self.equal_micro_batches else largest,
-            at_least=self.min_micro_batch,
-            multiple_of=self.multiple_of,
-            equal=self.equal_micro_batches,
-        ).sizes[rank]
+        return sizes_of(self, rank)
 
     def to_frame(self) -> pandas.DataFrame:
         """Every trial as a row of a pandas data frame, in the order run."""

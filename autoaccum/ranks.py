@@ -1,13 +1,12 @@
-"""One outcome for all processes of a group: the worst one, exchanged once per trial.
+"""The processes of a group: how many, which one this is, what they say while they train, and one outcome for all of them.
 
-Every rank probes the same sizes in the same order and talks only between trials, never inside one, so an error on one rank
-cannot leave another waiting in a half-done collective.
+How they talk while a search runs is in `meeting`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch.distributed as dist
 
@@ -15,14 +14,6 @@ from autoaccum.errors import InvalidRequestError, RankMismatchError
 from autoaccum.records import Fit, Outcome, OutOfMemory, Refused
 
 T = TypeVar("T")
-
-
-class Report(NamedTuple):
-    """What a rank says after a trial: what came of it, the error that ended it, and whether its time is up."""
-
-    outcome: Outcome | None
-    error: str | None = None
-    time_is_up: bool = False
 
 
 @final
@@ -43,16 +34,6 @@ class Ranks:
         self.rank = dist.get_rank(process_group) if self._together else 0
         if self.rank < 0:
             raise InvalidRequestError("this process is not one of the ranks of process_group=; it cannot take part.")
-
-    def agree(self, report: Report) -> Report:
-        """The worst of all ranks' outcomes; time is up when it is up anywhere.
-
-        Raises:
-            RankMismatchError: On the ranks that did not fail, naming the one that did.
-        """
-        reports = self.gather(report, report.error)
-        outcomes = [other.outcome for other in reports if other.outcome is not None]
-        return Report(worst(outcomes) if outcomes else None, report.error, any(other.time_is_up for other in reports))
 
     def gather(self, value: T, error: str | None = None) -> list[T]:
         """What every rank gives, in order of rank. `error`: what ended this rank's work, if anything did.

@@ -58,8 +58,7 @@ def _roomiest(search: Search, space: Space, foresight: Foresight, sizes: Sequenc
     families = [with_blocks(family, 0 if family.checkpointing == "off" else space.num_blocks) for family in space.families()]
     affordable = [family for family in families if foresight.is_affordable(family)]
     limits = {family: _predicted_limit(search, foresight, family, sizes) for family in affordable}
-    found: Levers = search.ranks.gather(min(limits, key=lambda family: (-limits[family], *_turned(family))))[0]
-    return found
+    return min(limits, key=lambda family: (-limits[family], *_turned(family)))
 
 
 def _predicted_limit(search: Search, foresight: Foresight, levers: Levers, sizes: Sequence[int]) -> int:
@@ -85,7 +84,7 @@ def _with_fewest_blocks(search: Search, foresight: Foresight, levers: Levers, si
     """As few blocks as this size is predicted to fit with, if it really does."""
     if levers.checkpointing == "off":
         return levers
-    for blocks in search.ranks.gather(_fewer(foresight, levers, size))[0]:
+    for blocks in _fewer(foresight, levers, size):
         fewer = with_blocks(levers, blocks)
         if isinstance(search.probe(fewer, size).outcome, Fit):
             return fewer

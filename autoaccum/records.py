@@ -300,8 +300,9 @@ class PlanRecord(Record, frozen=True, kw_only=True, tag_field="record", tag="aut
     `micro_batch_sizes` are this rank's, in the order to run them; they sum to this rank's share of the target.
     `max_micro_batch` is the largest size known to fit; it may be larger than `micro_batch`, the largest one used.
     `step_time_s` and `samples_per_s` are of one whole optimizer step at the target, over all ranks; `timing` is its spread.
-    `settings` are the trade-offs: what was measured and what was left out. `advice`: what more memory or another lever would
-    bring, in sentences.
+    `shares`: rows of every rank, where they are in proportion to `limits`, the largest micro-batch that fits on each; empty
+    where all ranks have equally many. `settings` are the trade-offs: what was measured and what was left out. `advice`: what
+    more memory or another lever would bring, in sentences.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -318,6 +319,8 @@ class PlanRecord(Record, frozen=True, kw_only=True, tag_field="record", tag="aut
     evidence: Evidence
     multiple_of: int = 1
     equal_micro_batches: bool = False
+    shares: tuple[int, ...] = ()
+    limits: tuple[int, ...] = ()
     objective: Literal["throughput", "memory"] = "throughput"
     levers: Levers = Levers()
     budget_bytes: int
@@ -338,12 +341,17 @@ class PlanRecord(Record, frozen=True, kw_only=True, tag_field="record", tag="aut
 
     def __post_init__(self) -> None:
         """Refuse a plan that would change what is learned; a file can hold anything."""
-        sizes = self.micro_batch_sizes
-        sound = (
+        sizes, world_size = self.micro_batch_sizes, self.world_size
+        shared = not (self.shares or self.limits) or (
+            len(self.shares) == len(self.limits) == world_size
+            and sum(self.shares) == self.target_batch
+            and min(*self.shares, *self.limits) >= 1
+        )
+        sound = shared and (
             self.effective_batch == self.target_batch
             and min(self.multiple_of, self.min_micro_batch) >= 1
             and 0 <= self.rank < self.world_size
-            and sum(sizes) == self.target_batch // self.world_size + (self.rank < self.target_batch % self.world_size)
+            and sum(sizes) == self._share()
             and min(sizes, default=0) >= 1
             and self.accumulation_steps == len(sizes)
             and max(sizes) == self.micro_batch <= self.max_micro_batch
@@ -359,6 +367,12 @@ class PlanRecord(Record, frozen=True, kw_only=True, tag_field="record", tag="aut
         )
         if any(value is not None and value < 0 for value in measured):
             raise ValueError("a size, time or rate is below zero")
+
+    def _share(self) -> int:
+        """Rows of this rank."""
+        if self.shares:
+            return self.shares[self.rank]
+        return self.target_batch // self.world_size + (self.rank < self.target_batch % self.world_size)
 
     @property
     def headroom_bytes(self) -> int | None:

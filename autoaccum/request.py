@@ -16,9 +16,9 @@ ROWS_WITHOUT_BOUND = 1_048_576  # where nothing bounds the search: 2**20 rows
 class Request(Record, frozen=True, kw_only=True):
     """The numbers of one call, as they can be written down; the model, the sample and the device come beside it.
 
-    `levers`: see `levers.space_for`. `predict`: start where a trace says that the limit is; for comparison, and where
-    tracing ended a worker. `storage`, `cache`: where trials and plans are kept. `seed`: of what samples a lever space that
-    is too large to enumerate.
+    `levers`: see `levers.space_for`. `shares`: how the target is divided over ranks. `predict`: start where a trace says
+    that the limit is; for comparison, and where tracing ended a worker. `storage`, `cache`: where trials and plans are kept.
+    `seed`: of what samples a lever space that is too large to enumerate.
     """
 
     target_batch: int | None = None
@@ -28,6 +28,7 @@ class Request(Record, frozen=True, kw_only=True):
     max_micro_batch: int | None = None
     multiple_of: int = 1
     equal_micro_batches: bool = False
+    shares: Literal["equal", "proportional"] = "equal"
     time_budget_s: float | None = None
     exact: bool = True
     predict: bool = True
@@ -49,6 +50,10 @@ def checked(request: Request, world_size: int) -> Request:
     check_asked(request.levers)
     if request.objective not in ("throughput", "memory"):
         raise InvalidRequestError(f'objective={request.objective!r} is unknown; expected "throughput" or "memory".')
+    if request.shares not in ("equal", "proportional"):
+        raise InvalidRequestError(f'shares={request.shares!r} is unknown; expected "equal" or "proportional".')
+    if request.shares == "proportional":
+        _refuse_proportional(request)
     limit = request.time_budget_s
     if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
         raise InvalidRequestError(f"time_budget_s={limit!r} is not possible; expected seconds above 0.")
@@ -60,6 +65,7 @@ def checked(request: Request, world_size: int) -> Request:
         max_micro_batch=largest,
         multiple_of=whole_number(request.multiple_of, "multiple_of", "what micro-batches are to be multiples of"),
         equal_micro_batches=bool(request.equal_micro_batches),
+        shares=request.shares,
         time_budget_s=limit,
         exact=bool(request.exact),
         predict=bool(request.predict),
@@ -67,6 +73,17 @@ def checked(request: Request, world_size: int) -> Request:
         cache=request.cache,
         seed=request.seed,
     )
+
+
+def _refuse_proportional(request: Request) -> None:
+    reasons = {
+        "equal_micro_batches=True": (request.equal_micro_batches, "gives every rank the same micro-batches"),
+        'objective="memory"': (request.objective == "memory", "leaves memory unused, which these shares are made to fill"),
+        "target_batch=None": (request.target_batch is None, "leaves nothing to be shared"),
+    }
+    for what, (is_asked, why) in reasons.items():
+        if is_asked:
+            raise InvalidRequestError(f'shares="proportional" does not go with {what}, which {why}; use shares="equal".')
 
 
 def largest_of_use(request: Request, share: int | None, length: int | None) -> tuple[int, LimitedBy] | None:

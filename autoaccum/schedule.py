@@ -24,6 +24,85 @@ def shares(target_batch: int, world_size: int) -> tuple[int, ...]:
     return balanced(target_batch, world_size)
 
 
+def proportional_shares(
+    target_batch: int, limits: Sequence[int], multiple_of: int = 1, at_least: int = 1
+) -> tuple[int, ...]:
+    """Rows of one optimizer step for every rank, in proportion to the largest micro-batch that fits on each.
+
+    By the largest remainder; never more than `steps_over_ranks` micro-batches hold, never fewer than `at_least` rows.
+
+    Args:
+        limits: The largest micro-batch that fits, by rank.
+        multiple_of: Every micro-batch but a rank's last is a multiple of it.
+        at_least: The smallest micro-batch that runs.
+
+    Raises:
+        InvalidRequestError: When there are too few rows for every rank to have `at_least`.
+
+    Example:
+        >>> proportional_shares(100, (30, 10)), proportional_shares(5, (100, 1, 1))
+        ((75, 25), (3, 1, 1))
+    """
+    if min(limits) < at_least:
+        raise InvalidRequestError(
+            f"micro-batches of fewer than {at_least} rows do not run, and on rank {limits.index(min(limits))} no more than "
+            f"{min(limits)} fit; raise its budget."
+        )
+    if target_batch < at_least * len(limits):
+        raise InvalidRequestError(
+            f"target_batch={target_batch} leaves fewer than {at_least} rows, the smallest micro-batch that runs, for some "
+            f"of {len(limits)} ranks; use at least {at_least * len(limits)}."
+        )
+    full = [_whole_part(limit, multiple_of) for limit in limits]
+    most = [limit * steps_over_ranks(target_batch, limits, multiple_of) for limit in full]
+    exact = [target_batch * limit / sum(full) for limit in full]
+    found = [min(max(int(part), at_least), top) for part, top in zip(exact, most, strict=True)]
+    while (missing := target_batch - sum(found)) != 0:
+        step = 1 if missing > 0 else -1
+        open_ranks = [r for r in range(len(full)) if (found[r] < most[r] if step > 0 else found[r] > at_least)]
+        found[max(open_ranks, key=lambda r: (step * (exact[r] - found[r]), -r))] += step
+    return tuple(found)
+
+
+def steps_over_ranks(target_batch: int, limits: Sequence[int], multiple_of: int = 1) -> int:
+    """The fewest micro-batches with which ranks of these limits hold the target together.
+
+    Example:
+        >>> steps_over_ranks(100, (30, 10)), steps_over_ranks(100, (30, 10), multiple_of=8)
+        (3, 4)
+    """
+    return -(-target_batch // sum(_whole_part(limit, multiple_of) for limit in limits))
+
+
+def proportional_sizes(
+    target_batch: int, limits: Sequence[int], multiple_of: int = 1, at_least: int = 1
+) -> tuple[tuple[int, ...], ...]:
+    """The micro-batches of every rank, near even, none above the rank's limit.
+
+    Raises:
+        InvalidRequestError: When some would be too small to run.
+
+    Example:
+        >>> proportional_sizes(100, (30, 10))
+        ((25, 25, 25), (9, 8, 8))
+    """
+    steps = steps_over_ranks(target_batch, limits, multiple_of)
+    of_ranks = proportional_shares(target_batch, limits, multiple_of, at_least)
+    sizes = tuple(split_rows(share, max(1, min(steps, share // at_least)), multiple_of) for share in of_ranks)
+    sound = all(max(of_rank) <= limit for of_rank, limit in zip(sizes, limits, strict=True))
+    if not sound or smallest(sizes) < at_least:
+        raise InvalidRequestError(
+            f"target_batch={target_batch} cannot be divided in proportion to {list(limits)[:20]} rows without micro-batches "
+            f"below {at_least} rows, which do not run; use another target_batch."
+        )
+    return sizes
+
+
+def _whole_part(limit: int, multiple_of: int) -> int:
+    """The largest multiple within the limit; the limit itself where there is none."""
+    return limit // multiple_of * multiple_of or limit
+
+
 def balanced(total: int, parts: int) -> tuple[int, ...]:
     """`total` as `parts` whole numbers that differ by at most one, the larger ones first.
 

@@ -9,22 +9,24 @@ from __future__ import annotations
 import gc
 import platform
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from math import inf
-from typing import Any, Literal, Protocol, final
+from typing import Any, Literal, NamedTuple, Protocol, final
 
 import torch
 
+from autoaccum.agreeing import call_of, refuse_differing
 from autoaccum.budget import resolved_budget, weights_in_words
 from autoaccum.choose import Schedule, remarks
 from autoaccum.devices import device_for
 from autoaccum.devices.base import Steadiness
-from autoaccum.errors import AutoaccumError, InvalidRequestError, NothingFitsError
+from autoaccum.errors import InvalidRequestError, NothingFitsError, RankMismatchError
 from autoaccum.fingerprint import fingerprint_of
-from autoaccum.levers import Space, space_for
-from autoaccum.prediction.forecast import Forecast, take_first_step, traced
+from autoaccum.levers import Space, common, space_for
+from autoaccum.meeting import Meeting
+from autoaccum.prediction.forecast import Forecast, Traced, take_first_step, traced
 from autoaccum.preserve import Snapshot, preserved
 from autoaccum.probing import (
     MICRO_BATCHES_PER_WINDOW,
@@ -35,7 +37,7 @@ from autoaccum.probing import (
     run_trial,
     subject_on,
 )
-from autoaccum.ranks import Ranks, Report
+from autoaccum.ranks import worst
 from autoaccum.records import (
     Candidate,
     Environment,
@@ -49,8 +51,10 @@ from autoaccum.records import (
 from autoaccum.request import ROWS_WITHOUT_BOUND, Request, checked, largest_of_use, sizes_of_use
 from autoaccum.schedule import shares, smallest
 from autoaccum.search import NOISE_FRAC, Standing, is_closed_by_convexity, propose, standing
+from autoaccum.sharding import Sharding
 from autoaccum.study import Study
 from autoaccum.timing import is_settled, timing_of
+from autoaccum.tradeoffs.points import Point
 from autoaccum.units import format_bytes
 from autoaccum.workload import Workload
 
@@ -78,9 +82,33 @@ class Listener(Protocol):
         """A trial is over."""
 
 
+class _Said(NamedTuple):
+    """What a rank says after a trial.
+
+    Attributes:
+        state_bytes: What the optimizer held.
+        elapsed_s: How long the search has taken so far.
+        news, busy: From the study that other machines share: trials run there, and what runs there now.
+    """
+
+    trial: Trial
+    state_bytes: int | None
+    elapsed_s: float
+    news: tuple[Trial, ...] = ()
+    busy: frozenset[Point] = frozenset()
+
+
 @final
 class Search:
-    """One call's log of trials and what is needed to add to it. A context: the state comes back on the way out."""
+    """One call's log of trials and what is needed to add to it. A context: the state comes back on the way out.
+
+    Every rank has the same log, the same predictions and the same clock, so all come to the same decisions by themselves:
+    ranks meet a few times at the start, once for each trial, once for each prediction, and once at the end.
+
+    Args:
+        log: Trials that were run before.
+        call: What was called, for ranks that called something else.
+    """
 
     def __init__(
         self,
@@ -90,34 +118,47 @@ class Search:
         process_group: Any,
         listener: Listener | None,
         log: Sequence[Trial],
+        call: str = "autotune",
     ) -> None:
         self._begun = time.monotonic()
+        self._agreed_s = 0.0
+        self.tracing_s = 0.0  # spent on predictions, on all ranks the same
         self.workload, self.listener = workload, listener
-        self.ranks = Ranks(process_group)
+        self.ranks = Meeting(process_group)
         self.trials: list[Trial] = list(log)
         self.warnings: list[str] = []
         self.latest: dict[str, str | None] = {}  # what may be said again, when only the last word counts
         self._errors: dict[Candidate, Exception] = {}
         self._state_bytes: int | None = None
         self._forecasts: dict[Levers, Forecast | None] = {}
-        self.study: Study | None = None
+        self.study: Study | None = None  # on the first rank alone
+        self.uses_study = False
+        self.busy: frozenset[Point] = frozenset()  # what other machines that share the study are running
         self.time_is_up = False
         self._stack = ExitStack()
         try:
+            refuse_differing(self.ranks, call_of(workload, request, call), workload)
             self._check(request, device)
-        except AutoaccumError as error:
-            self.ranks.gather(None, f"{type(error).__name__}: {error}"[:500])
+            self._agree_on_bounds()
+        except BaseException as error:
+            self.ranks.leave(error)
             raise
-        self._agree_on_bounds()
 
     def _check(self, request: Request, device: object) -> None:
         """Everything that can be refused before anything runs."""
         self.workload.refuse_meta()
         self.request = checked(request, self.ranks.world_size)
         self.device = device_for(device, self.workload.device)
+        self.lockstep = Sharding(self.workload.module, self.ranks.group).lockstep
+        if self.request.shares == "proportional" and self.lockstep:
+            raise InvalidRequestError(
+                'shares="proportional" needs ranks that run independently, and FSDP and SyncBatchNorm make all ranks run '
+                'the same number of micro-batches; use shares="equal".'
+            )
         target = self.request.target_batch
         self.share = None if target is None else shares(target, self.ranks.world_size)[0]
         self.top, self.bound = self._top()
+        self.own_top = self.top, self.bound
         self.budget = resolved_budget(self.request.budget, self.device, self.workload, self.warnings)
 
     def _agree_on_bounds(self) -> None:
@@ -129,7 +170,11 @@ class Search:
     def _top(self) -> tuple[int, LimitedBy]:
         """The largest size worth trying, and what sets it."""
         length = self.workload.source.length
-        found = largest_of_use(self.request, self.share, length)
+        most = self.share
+        if self.request.shares == "proportional" and self.ranks.world_size > 1:
+            assert self.request.target_batch is not None
+            most = self.request.target_batch - (self.ranks.world_size - 1)  # the others have a row each
+        found = largest_of_use(self.request, most, length)
         if found is None:
             self.latest["bound"] = (
                 f"Nothing bounds this search, so it goes no further than {ROWS_WITHOUT_BOUND:,} rows; "
@@ -137,7 +182,7 @@ class Search:
             )
             return ROWS_WITHOUT_BOUND, "caller"
         top, bound = found
-        if top < self.request.multiple_of and top != self.share:
+        if top < self.request.multiple_of and top != most:
             raise InvalidRequestError(
                 f"multiple_of={self.request.multiple_of} is larger than the largest micro-batch allowed ({top} rows); "
                 "lower it, or raise max_micro_batch."
@@ -150,6 +195,14 @@ class Search:
         return top, bound
 
     def __enter__(self) -> Search:
+        try:
+            self._enter()
+        except BaseException as error:
+            self.ranks.leave(error)
+            raise
+        return self
+
+    def _enter(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(older_objects_set_aside())
             self._steadiness: Steadiness = stack.enter_context(self.device.steadied())
@@ -162,25 +215,43 @@ class Search:
                 )
             )
             self._stack = stack.pop_all()
-        return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self._stack.__exit__(kind, error, trace)
+        except BaseException as failure:
+            error = error or failure
+            raise
+        finally:
+            self.ranks.leave(error)  # all have an answer, or none
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While inside, this rank searches by itself: its own bounds, budget, predictions and clock."""
+        kept = self.top, self.bound, self.guide_bytes
+        self.top, self.bound = self.own_top
+        self.guide_bytes = self.budget.budget_bytes
+        try:
+            with self.ranks.apart():
+                yield
+        finally:
+            self.top, self.bound, self.guide_bytes = kept
 
     def use_study(self, storage: Any) -> None:
-        """Go on from the trials that are stored there, and store those to come; with several ranks, by the first one."""
-        is_first = self.ranks.rank == 0
-        fingerprint = fingerprint_of(self.workload, self.device, self.request, self.ranks.world_size) if is_first else {}
-        if is_first:
+        """Go on from the trials that are stored there, and store those to come; with several ranks, by the first one.
+
+        Only what the first rank was given counts; the others' may be None.
+        """
+        self.uses_study = True
+        if self.ranks.rank == 0:
             self.study = Study(
                 storage,
-                fingerprint,
+                fingerprint_of(self.workload, self.device, self.request, self.ranks.world_size),
                 budget_bytes=self.guide_bytes,
                 objective=self.request.objective,
                 seed=self.request.seed,
             )
-        stored = [] if self.study is None else self.study.news()
-        stored = self.ranks.gather(stored)[0]
+        stored = self.ranks.gather([] if self.study is None else self.study.news())[0]
         if not any(isinstance(trial.outcome, Fit) for trial in stored):  # what was uncertain then is to be seen again
             stored = [trial for trial in stored if _is_of_memory(trial)]
         unknown = [trial for trial in self.trials if trial not in stored]
@@ -211,7 +282,6 @@ class Search:
                 trust=trust,
                 noise_frac=self.noise_frac(levers),
             )
-            size = self.ranks.gather(size)[0]  # forecasts of ranks differ with their data; all run what the first one says
             if size is None or self._is_hopeless(levers):
                 break
             self.probe(levers, size)
@@ -230,27 +300,38 @@ class Search:
         return self._forecasts[levers]
 
     def _traced(self, levers: Levers) -> Forecast | None:
-        found = traced(
-            self.workload,
-            self.device,
-            multiple_of=self.request.multiple_of,
-            snapshot=self._snapshot,
-            budget_bytes=self.budget.budget_bytes,
-            levers=levers,
-        )
-        if levers == _AS_IT_IS:
-            self.latest["forecast"] = found.note
-        if found.growth is None:
-            return None
+        begun = time.monotonic()
+        # Ranks' data and memory may differ. All go by the first one's prediction, above what the fullest one holds.
+        found: Traced | None = None
+        if self.ranks.rank == 0 or self.lockstep:
+            found = traced(
+                self.workload,
+                self.device,
+                multiple_of=self.request.multiple_of,
+                snapshot=self._snapshot,
+                budget_bytes=self.budget.budget_bytes,
+                levers=levers,
+            )
         if self.device.is_host:
             take_first_step()
         gc.collect()
         self.device.release()  # what earlier work left in a cache is used again, and would be counted twice
+        held_bytes = self.device.held_bytes(self.workload.resident())
+        own = found if self.ranks.rank == 0 else None
+        heard = self.ranks.gather((own, held_bytes, time.monotonic() - begun, self._elapsed_s()))
+        found = heard[0][0]
+        self.tracing_s += max(tracing_s for _, _, tracing_s, _ in heard)
+        self._agreed_s = max(elapsed_s for _, _, _, elapsed_s in heard)
+        assert found is not None
+        if levers == _AS_IT_IS:
+            self.latest["forecast"] = found.note
+        if found.growth is None:
+            return None
         is_cut = self.device.is_host and self.workload.source.cuts_views
         return Forecast(
             found.growth,
             unit=self.device.unit,
-            held_bytes=self.device.held_bytes(self.workload.resident()),
+            held_bytes=max(of_rank for _, of_rank, _, _ in heard),
             whole_batch=self.share if is_cut else None,
         )
 
@@ -273,7 +354,8 @@ class Search:
     def confirm(self, levers: Levers, schedule: Schedule, now: Standing | None = None) -> Trial | None:
         """Run the plan's own optimizer steps and time them; None when they do not fit after all, which lowers the ceiling.
 
-        On every rank the trial bears the largest size of all ranks, so that their logs stay the same.
+        On every rank the trial bears the largest size of all ranks, and the rows of the largest share, so that their logs
+        stay the same.
 
         Args:
             now: What is known of the limit under these levers; then an allocator is settled for it.
@@ -317,28 +399,44 @@ class Search:
                 purpose=purpose,
                 is_enough=is_enough,
             )
-        except BaseException as error:
+        except BaseException:
             if self.study is not None:
                 self.study.abandon()
-            if isinstance(error, Exception):
-                self.ranks.agree(Report(None, f"{type(error).__name__}: {error}"[:500]))
             raise
-        agreed = self.ranks.agree(Report(attempt.trial.outcome, None, self.is_late()))
-        assert agreed.outcome is not None
-        self.time_is_up = agreed.time_is_up
-        trial = attempt.trial if self.ranks.world_size == 1 else _changed(attempt.trial, outcome=agreed.outcome)
+        trial = self._agreed(attempt)
         if floor is not None and isinstance(trial.outcome, Refused) and trial.outcome.bound == "floor":
             trial = _changed(trial, candidate=floor)
         if attempt.error is not None:
             self._errors[candidate] = attempt.error
-        if attempt.optimizer_state_bytes is not None:
-            self._state_bytes = attempt.optimizer_state_bytes
         self.trials.append(trial)
         if self.study is not None:
             self.study.end(trial)
         if self.listener is not None:
             self.listener.finished(trial)
         return attempt._replace(trial=trial)
+
+    def _agreed(self, attempt: Attempt) -> Trial:
+        """The trial as all ranks have it: the first one's, with the worst outcome."""
+        own = _Said(attempt.trial, attempt.optimizer_state_bytes, self._elapsed_s())
+        if self.study is not None and self.ranks.world_size > 1:
+            own = own._replace(news=tuple(self.study.news()), busy=frozenset(self.study.busy()))
+        said = self.ranks.gather(own)
+        self.trials += said[0].news
+        self.busy = said[0].busy
+        self._agreed_s = max(rank.elapsed_s for rank in said)
+        self.time_is_up = self.is_late()
+        held = [rank.state_bytes for rank in said if rank.state_bytes is not None]
+        self._state_bytes = max(held, default=self._state_bytes)
+        trials = [rank.trial for rank in said]
+        if any(trial.candidate != trials[0].candidate for trial in trials):
+            raise RankMismatchError(
+                f"the ranks ran different trials ({', '.join(str(trial.candidate) for trial in trials[:4])}), which is a "
+                "bug of autoaccum; please report it."
+            )
+        if len(trials) == 1:
+            return trials[0]
+        outcome, wall_s = worst([trial.outcome for trial in trials]), max(trial.wall_s for trial in trials)
+        return _changed(trials[0], outcome=outcome, wall_s=wall_s)
 
     def _probe_feed(self, sizes: Sequence[int]) -> Sequence[Any]:
         """One micro-batch, used for the whole window.
@@ -355,9 +453,10 @@ class Search:
 
     def _plan_windows(self, levers: Levers, sizes: Sequence[int]) -> tuple[Sequence[Sequence[int]], IsEnough | None]:
         """Whole optimizer steps until their median is known; the first one is not timed."""
-        step_s = self._expected_step_s(levers, sum(sizes))
+        rows = sum(sizes) if self.share is None or self.ranks.world_size == 1 else self.share
+        step_s = self._expected_step_s(levers, rows)
         limit = self.request.time_budget_s
-        left_s = _LONGEST_S if limit is None else max(0.0, limit - (time.monotonic() - self._begun))
+        left_s = _LONGEST_S if limit is None else max(0.0, limit - self.elapsed_s())
         if step_s * 2 > min(_LONGEST_S, left_s):
             self.latest["timing"] = (
                 f"One optimizer step at the target takes about {step_s:.0f} s, so it was not run to the end and not timed."
@@ -365,7 +464,7 @@ class Search:
             return [sizes[:MICRO_BATCHES_PER_WINDOW]] * WINDOWS_PER_PROBE, None
         self.latest["timing"] = None
         allowed_s = min(_MEASURED_S, left_s)
-        if self.ranks.world_size > 1:  # all ranks take the same number, which is known before
+        if self.lockstep:  # all ranks take the same number, which is known before
             return [sizes] * max(2, min(_MOST_STEPS, int(allowed_s / max(step_s, 1e-3)))), None
         begun, fastest_s = time.monotonic(), self._fastest_step_s(sum(sizes))
 
@@ -411,9 +510,16 @@ class Search:
         return [t.outcome for t in log if t.candidate.micro_batch == size and isinstance(t.outcome, Fit)]
 
     def is_late(self) -> bool:
-        """Whether the caller's time is up."""
+        """Whether the caller's time is up; on all ranks or on none."""
         limit = self.request.time_budget_s
-        return limit is not None and time.monotonic() - self._begun > limit
+        return limit is not None and self.elapsed_s() > limit
+
+    def elapsed_s(self) -> float:
+        """How long this search has taken; with several ranks, how long it had when they met last."""
+        return self._elapsed_s() if self.ranks.world_size == 1 else self._agreed_s
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._begun
 
     def _is_hopeless(self, levers: Levers) -> bool:
         """Two sizes failed with an error that may not mean memory, and none has run: then it is the user's error."""
@@ -443,6 +549,9 @@ class Search:
         certain = [trial for trial in self.trials if _is_of_memory(trial)]
         if not certain and self._errors:
             raise self._errors[min(self._errors, key=lambda candidate: candidate.micro_batch)]
+        if not certain:
+            message = next(str(getattr(trial.outcome, "message", "")) for trial in reversed(self.trials))
+            raise RankMismatchError(f"no size runs on some other rank, whose own traceback says where ({message[:300]}).")
         lowest = min(certain, key=lambda trial: trial.candidate.micro_batch)
         assert isinstance(lowest.outcome, OutOfMemory)
         refused = f" Sizes up to {now.floor} are too small to run at all." if now.floor else ""
@@ -466,7 +575,8 @@ class Search:
     def space(self) -> Space:
         """Which levers may be turned."""
         optimizer = None if self.request.levers == "none" else self.workload.make_optimizer()
-        return space_for(self.request.levers, subject_on(self.workload.module, self.device, optimizer))
+        own = space_for(self.request.levers, subject_on(self.workload.module, self.device, optimizer))
+        return common(self.ranks.gather(own))
 
     def every_size(self) -> Sequence[int]:
         """Every micro-batch that may be asked for."""

@@ -21,9 +21,11 @@ from autoaccum.devices.base import AbstractDevice
 from autoaccum.errors import InvalidRequestError
 from autoaccum.exploring import Exploration
 from autoaccum.losses import LossFn, TrainingStep
+from autoaccum.meeting import telling
 from autoaccum.plan import Plan
 from autoaccum.predicting import predict_workload
 from autoaccum.prediction.gpus import GPUS, Gpu, gpu_for
+from autoaccum.proportional import proportional_plan
 from autoaccum.reaching import probed
 from autoaccum.records import ProbeResult, Trial
 from autoaccum.request import Request
@@ -50,6 +52,7 @@ def autotune(
     max_micro_batch: int | None = None,
     multiple_of: int = 1,
     equal_micro_batches: bool = False,
+    shares: Literal["equal", "proportional"] = "equal",
     time_budget_s: float | None = None,
     process_group: Any = None,
     storage: Any = None,
@@ -92,8 +95,14 @@ def autotune(
         max_micro_batch: No micro-batch above this many rows.
         multiple_of: Every micro-batch but a rank's last is a multiple of it.
         equal_micro_batches: One size for all micro-batches, where one number must serve (HF Trainer, DeepSpeed).
+        shares: How the target is divided over ranks. "equal": all have the same number of rows, or one more, and go by the
+            rank with the least room. "proportional": to the largest micro-batch that fits on each, so that a larger card
+            takes more rows; levers are left as they are, `storage` and `cache` are not used, and ranks must not run in
+            lockstep (FSDP, SyncBatchNorm).
         time_budget_s: Seconds after which no further size is tried, once one fits.
-        process_group: The ranks that train together; None: the default group where one is initialised. Call on every rank.
+        process_group: The ranks that train together; None: the default group where one is initialised. Call on every rank,
+            with the same arguments; only `budget`, `device` and the sample may differ, and of `storage` and `cache` those of
+            rank 0 count. A rank that dies is named on all others within 60 s, one that does not call within 300 s.
         progress: Show a bar. None: when stderr is a terminal.
 
     Returns:
@@ -102,6 +111,7 @@ def autotune(
     Raises:
         InvalidRequestError: When the call cannot be satisfied as written.
         NothingFitsError: When the smallest micro-batch does not fit; `.trials` says what was run.
+        RankMismatchError: When another rank failed, died, stayed away, or was called with other arguments; it is named.
         Exception: Whatever the model, loss or optimizer raises, unchanged, at the first trial.
 
     Leaves behind:
@@ -115,16 +125,17 @@ def autotune(
         >>> plan.effective_batch, sum(plan.micro_batch_sizes), plan.limited_by
         (4096, 4096, 'memory')
     """
-    workload = Workload(
-        model,
-        sample,
-        loss_fn=loss_fn,
-        training_step=training_step,
-        optimizer=optimizer,
-        weight=weight,
-        batch_dim=batch_dim,
-        split=split,
-    )
+    with telling(process_group):
+        workload = Workload(
+            model,
+            sample,
+            loss_fn=loss_fn,
+            training_step=training_step,
+            optimizer=optimizer,
+            weight=weight,
+            batch_dim=batch_dim,
+            split=split,
+        )
     if target_batch is None:
         raise InvalidRequestError("target_batch=None: autotune needs a target; probe() says how many samples fit.")
     request = Request(
@@ -134,6 +145,7 @@ def autotune(
         max_micro_batch=max_micro_batch,
         multiple_of=multiple_of,
         equal_micro_batches=equal_micro_batches,
+        shares=shares,
         time_budget_s=time_budget_s,
         objective=objective,
         cache=None if cache is None else str(cache),
@@ -180,6 +192,7 @@ def probe(
     Raises:
         InvalidRequestError: When the call cannot be satisfied as written.
         NothingFitsError: When the smallest micro-batch does not fit; `.trials` says what was run.
+        RankMismatchError: As `autotune`.
         Exception: Whatever the model, loss or optimizer raises, unchanged, at the first trial.
 
     Leaves behind:
@@ -192,16 +205,17 @@ def probe(
         >>> result.limited_by, result.evidence, result.measured_peak_bytes <= 48 * 2**20
         ('memory', 'exact', True)
     """
-    workload = Workload(
-        model,
-        sample,
-        loss_fn=loss_fn,
-        training_step=training_step,
-        optimizer=optimizer,
-        weight=weight,
-        batch_dim=batch_dim,
-        split=split,
-    )
+    with telling(process_group):
+        workload = Workload(
+            model,
+            sample,
+            loss_fn=loss_fn,
+            training_step=training_step,
+            optimizer=optimizer,
+            weight=weight,
+            batch_dim=batch_dim,
+            split=split,
+        )
     request = Request(
         target_batch=target_batch,
         budget=budget,
@@ -327,12 +341,15 @@ def tune_workload(
 ) -> Plan:
     """What `autotune` does, going on from a log of trials already run."""
     with Search(workload, request, device, process_group, listener, log) as search:
-        cache = None if request.cache is None else Cache(request.cache, search)
+        if search.request.shares == "proportional" and search.ranks.world_size > 1:
+            return Plan.of(proportional_plan(search))
+        stored = request.storage if storage is None else storage
+        has_cache, has_study = search.ranks.gather((request.cache is not None, stored is not None))[0]
+        cache = Cache(request.cache, search) if has_cache else None
         remembered = None if cache is None else cache.verified()
         if remembered is not None:
             return Plan.of(remembered)
-        stored = request.storage if storage is None else storage
-        if stored is not None:
+        if has_study:
             search.use_study(stored)
         plan = explored_plan(search, Exploration(search))
         return Plan.of(plan if cache is None else cache.remember(plan))
@@ -348,7 +365,7 @@ def probe_workload(
     log: Sequence[Trial] = (),
 ) -> ProbeResult:
     """What `probe` does, going on from a log of trials already run."""
-    with Search(workload, request, device, process_group, listener, log) as search:
+    with Search(workload, request, device, process_group, listener, log, call="probe") as search:
         return probed(search)
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autoaccum
-from autoaccum import InvalidRequestError, Plan, ranks
+from autoaccum import InvalidRequestError, Plan, meeting, ranks
 from autoaccum.records import Fit, OutOfMemory, PlanRecord
 from autoaccum.report.pages import plan_fragment, plan_html
 from autoaccum.report.text import plan_markdown, plan_text
@@ -223,15 +223,14 @@ def test_schedule_is_what_the_ranks_run(
     """Any rank's plan knows the sizes that every other rank finds for itself, and together they are the target."""
     monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(ranks.dist, "get_world_size", lambda group: world_size)
-    monkeypatch.setattr(
-        ranks.dist, "all_gather_object", lambda into, mine, group: into.__setitem__(slice(None), [mine] * world_size)
-    )
+    monkeypatch.setattr(meeting.Meeting, "_joined", lambda self, group: torch.distributed.HashStore())
+    monkeypatch.setattr(meeting.Meeting, "gather", lambda self, value: [value] * world_size)
+    monkeypatch.setattr(meeting.Meeting, "leave", lambda self, error=None: self._over.set())
     plans = []
     for rank in range(world_size):
         monkeypatch.setattr(ranks.dist, "get_rank", lambda group, rank=rank: rank)
-        plans.append(
-            autoaccum.autotune(nn.Linear(4, 2), torch.randn(2, 4), target, device="virtual:1MiB", **options, levers="none")
-        )
+        request = Request(target_batch=target, predict=False, **options)
+        plans.append(tune_workload(Workload(nn.Linear(4, 2), torch.randn(2, 4)), request, device="virtual:1MiB"))
     own = [plan.micro_batch_sizes for plan in plans]
     assert [plan.rank for plan in plans] == list(range(world_size))
     assert all([plan.schedule(rank) for rank in range(world_size)] == own for plan in plans)

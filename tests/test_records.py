@@ -614,3 +614,37 @@ def test_decisions_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_plan_without_shares_is_read_as_one_of_equal_ones() -> None:
+    """Files of before there were shares are read as they are."""
+    fields = {name: value for name, value in plain(PLAN).items() if name not in {"shares", "limits"}}
+    read = from_json(msgspec.json.encode(fields), PlanRecord)
+    assert read == PLAN and read.shares == ()
+
+
+SHARED = {"world_size": 2, "target_batch": 150, "effective_batch": 150}
+
+
+def test_plan_with_shares_goes_by_them() -> None:
+    """A rank's sizes make up its own share, whatever an equal one would be."""
+    plan = msgspec.structs.replace(PLAN, **SHARED, shares=(110, 40), limits=(40, 14))
+    assert from_json(to_json(plan), PlanRecord) == plan
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"shares": (110, 39), "limits": (40, 14)},
+        {"shares": (40, 110), "limits": (40, 14)},
+        {"shares": (110, 40), "limits": ()},
+        {"shares": (), "limits": (40, 14)},
+        {"shares": (110, 40, 0), "limits": (40, 14, 1)},
+        {"shares": (110, 40), "limits": (40, 0)},
+    ],
+    ids=str,
+)
+def test_unsound_shares_are_refused(fields: dict[str, Any]) -> None:
+    """Shares that do not make up the target, or not these sizes, would change what is learned."""
+    with pytest.raises(ValueError, match="do not make up target_batch"):
+        msgspec.structs.replace(PLAN, **SHARED, **fields)

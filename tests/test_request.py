@@ -29,6 +29,7 @@ from autoaccum.schedule import split_rows, steps_for
         ({"multiple_of": None}, "multiple_of=None"),
         ({"objective": "speed"}, 'objective=\'speed\'.*"throughput" or "memory"'),
         ({"objective": None}, "objective=None"),
+        ({"shares": "fair"}, 'shares=\'fair\'.*"equal" or "proportional"'),
         ({"time_budget_s": 0}, "time_budget_s=0"),
         ({"time_budget_s": -1.0}, "time_budget_s=-1.0"),
         ({"time_budget_s": float("nan")}, "time_budget_s=nan"),
@@ -170,3 +171,17 @@ def test_bound_that_is_no_division_is_tried_as_well(share: int, data: st.DataObj
 def test_equal_micro_batches_leave_every_multiple_open() -> None:
     """Where one size must serve, every multiple up to the bound is a size whose limit may be asked."""
     assert list(sizes_of_use(Request(equal_micro_batches=True, multiple_of=8), 100, 50)) == [8, 16, 24, 32, 40, 48]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"equal_micro_batches": True}, "equal_micro_batches=True"),
+        ({"objective": "memory"}, 'objective="memory"'),
+        ({"target_batch": None}, "target_batch=None"),
+    ],
+)
+def test_what_does_not_go_with_shares_in_proportion_is_named(changes: dict[str, Any], said: str) -> None:
+    """The error names both and the way out."""
+    with pytest.raises(InvalidRequestError, match=f'shares="proportional" does not go with {said}.*use shares="equal"'):
+        checked(Request(**{"target_batch": 8, "shares": "proportional", **changes}), world_size=2)

@@ -19,11 +19,14 @@ from autoaccum.schedule import (
     ladder,
     largest_divisor,
     near_targets,
+    proportional_shares,
+    proportional_sizes,
     rank_sizes,
     shares,
     smallest,
     split_rows,
     steps_for,
+    steps_over_ranks,
     whole_number,
 )
 
@@ -296,3 +299,51 @@ def test_what_is_no_whole_number_is_refused(value: object) -> None:
     with pytest.raises(InvalidRequestError, match=r"(?s)^steps=.* is not possible; .*: micro-batches per step\.$") as caught:
         whole_number(value, "steps", "micro-batches per step")
     assert len(str(caught.value)) < 250
+
+
+limits_of_ranks = st.lists(st.integers(1, 300), min_size=1, max_size=12)
+
+
+@given(st.data(), limits_of_ranks, st.integers(1, 24))
+def test_shares_in_proportion_add_up(data: st.DataObject, limits: list[int], multiple_of: int) -> None:
+    """For any target from the number of ranks on: the shares sum to it, and every rank has a row."""
+    target = data.draw(st.integers(len(limits), 20000))
+    found = proportional_shares(target, limits, multiple_of)
+    assert sum(found) == target and min(found) >= 1
+
+
+@given(st.data(), limits_of_ranks, multiples)
+def test_shares_in_proportion_fit(data: st.DataObject, limits: list[int], multiple_of: int) -> None:
+    """No rank has more rows than its micro-batches hold in the fewest steps that hold the target together."""
+    limits = [max(limit, multiple_of) for limit in limits]
+    target = data.draw(st.integers(len(limits), 20000))
+    full = [limit // multiple_of * multiple_of for limit in limits]
+    steps = steps_over_ranks(target, limits, multiple_of)
+    assert sum(full) * (steps - 1) < target <= sum(full) * steps
+    shares_found = proportional_shares(target, limits, multiple_of)
+    assert all(share <= limit * steps for share, limit in zip(shares_found, full, strict=True))
+    for sizes, share, limit in zip(proportional_sizes(target, limits, multiple_of), shares_found, limits, strict=True):
+        assert sum(sizes) == share and max(sizes) <= limit and len(sizes) <= steps
+        assert all(size % multiple_of == 0 for size in sizes[:-1])
+
+
+@given(st.data(), limits_of_ranks)
+def test_shares_are_within_a_row_of_the_proportion(data: st.DataObject, limits: list[int]) -> None:
+    """Where every rank's part is a row or more, no share differs from its exact part by a whole row."""
+    target = data.draw(st.integers(-(-sum(limits) // min(limits)), 40000))
+    for share, limit in zip(proportional_shares(target, limits), limits, strict=True):
+        assert abs(share - Fraction(target * limit, sum(limits))) < 1
+
+
+@pytest.mark.parametrize(
+    ("target", "limits", "at_least", "said"),
+    [
+        (3, (4, 4), 2, "leaves fewer than 2 rows.*use at least 4"),
+        (20, (4, 1), 2, "on rank 1 no more than 1 fit"),
+        (5, (2, 2), 2, "cannot be divided in proportion"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(target: int, limits: tuple[int, ...], at_least: int, said: str) -> None:
+    """Where micro-batches would be too small to run, the error says for which number of rows."""
+    with pytest.raises(InvalidRequestError, match=said):
+        proportional_sizes(target, limits, at_least=at_least)

@@ -51,14 +51,16 @@ def slicer_for(
     if not isinstance(plan, PlanRecord):
         raise InvalidRequestError(f"plan is a {type(plan).__name__}; expected a Plan, from autotune or Plan.load.")
     planned: tuple[int, ...] = ()
+    limit = plan.micro_batch
     if plan.world_size == reducer.world_size:
         planned = Plan.of(plan).schedule(reducer.ranks.rank)
+        limit = max(planned) if plan.shares else limit  # a plan that another rank has saved is of its own memory
     else:
         logger.warning(
             "the plan is for %d ranks and there are %d: only its micro-batch is used", plan.world_size, reducer.world_size
         )
     return Slicer(
-        plan.micro_batch,
+        limit,
         batch_dim=batch_dim,
         split=split,
         multiple_of=plan.multiple_of,

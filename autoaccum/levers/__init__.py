@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from autoaccum.levers.base import AbstractLever, Subject
 from autoaccum.levers.precision import autocast_for, under_autocast
-from autoaccum.levers.space import LEVERS, Space, check_asked, space_for
+from autoaccum.levers.space import LEVERS, Space, check_asked, common, space_for
 from autoaccum.records import Levers
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "applied",
     "autocast_for",
     "check_asked",
+    "common",
     "space_for",
     "under_autocast",
 ]

@@ -96,6 +96,24 @@ def space_for(asked: Asked, subject: Subject) -> Space:
     )
 
 
+def common(spaces: Sequence[Space]) -> Space:
+    """What may be tried on every one of several devices."""
+    first = spaces[0]
+    if all(space == first for space in spaces):
+        return first
+    skipped = dict.fromkeys(one for space in spaces for one in space.skipped)
+    return Space(
+        levels={
+            name: tuple(level for level in of if all(level in other.levels[name] for other in spaces))
+            for name, of in first.levels.items()
+        },
+        num_blocks=min(space.num_blocks for space in spaces),
+        block_names=first.block_names,
+        skipped=tuple(skipped),
+        not_allowed=tuple(one for one in first.not_allowed if all(one in other.not_allowed for other in spaces)),
+    )
+
+
 def _reason(lever: AbstractLever, level: str, subject: Subject, names: Sequence[str]) -> str | None:
     if isinstance(lever, Checkpointing) and names:
         return None  # the caller knows best
