@@ -24,12 +24,14 @@ from autoaccum.devices.base import Steadiness
 from autoaccum.errors import AutoaccumError, InvalidRequestError, NothingFitsError
 from autoaccum.fingerprint import fingerprint_of
 from autoaccum.levers import Space, space_for
+from autoaccum.lockstep import Lockstep
 from autoaccum.prediction.forecast import Forecast, take_first_step, traced
 from autoaccum.preserve import Snapshot, preserved
 from autoaccum.probing import (
     MICRO_BATCHES_PER_WINDOW,
     WINDOWS_PER_PROBE,
     Attempt,
+    Company,
     IsEnough,
     older_objects_set_aside,
     run_trial,
@@ -93,7 +95,7 @@ class Search:
     ) -> None:
         self._begun = time.monotonic()
         self.workload, self.listener = workload, listener
-        self.ranks = Ranks(process_group)
+        self.ranks, self._group = Ranks(process_group), process_group
         self.trials: list[Trial] = list(log)
         self.warnings: list[str] = []
         self.latest: dict[str, str | None] = {}  # what may be said again, when only the last word counts
@@ -115,6 +117,7 @@ class Search:
         self.workload.refuse_meta()
         self.request = checked(request, self.ranks.world_size)
         self.device = device_for(device, self.workload.device)
+        self.lockstep = Lockstep(self.workload.module, self.ranks, self._group, self.device.off_device)
         target = self.request.target_batch
         self.share = None if target is None else shares(target, self.ranks.world_size)[0]
         self.top, self.bound = self._top()
@@ -152,6 +155,7 @@ class Search:
     def __enter__(self) -> Search:
         with ExitStack() as stack:
             stack.enter_context(older_objects_set_aside())
+            stack.enter_context(self.lockstep.connected())
             self._steadiness: Steadiness = stack.enter_context(self.device.steadied())
             self._snapshot: Snapshot = stack.enter_context(
                 preserved(
@@ -230,6 +234,12 @@ class Search:
         return self._forecasts[levers]
 
     def _traced(self, levers: Levers) -> Forecast | None:
+        if self.lockstep.is_sharded or self.lockstep.is_needed:
+            self.latest["forecast"] = (
+                "No prediction: ranks exchange parameters or statistics inside this model's step, which cannot be traced; "
+                "sizes were searched by doubling and bisection."
+            )
+            return None
         found = traced(
             self.workload,
             self.device,
@@ -281,10 +291,14 @@ class Search:
         if now is not None:
             self.settle(levers, now, schedule.micro_batch)
         windows, is_enough = self._plan_windows(levers, schedule.sizes[self.ranks.rank])
+        # Of a step that is too long to be run to its end, no rank runs more micro-batches than this.
+        at_most = None if self.latest["timing"] is None else MICRO_BATCHES_PER_WINDOW
+        num_micro_batches = max(len(of_rank[:at_most]) for of_rank in schedule.sizes)
         candidate = Candidate(micro_batch=schedule.micro_batch, levers=levers)
         # Where a size is too small it is the smallest one of the plan: the largest was probed and runs.
         floor = Candidate(micro_batch=smallest(schedule.sizes), levers=levers)
-        trial = self._run(candidate, windows, self.workload.source.micro_batches, "confirm", is_enough, floor).trial
+        feed = self.workload.source.micro_batches
+        trial = self._run(candidate, windows, feed, "confirm", is_enough, floor, num_micro_batches).trial
         return trial if isinstance(trial.outcome, Fit) else None
 
     def _run(
@@ -295,11 +309,13 @@ class Search:
         purpose: Purpose,
         is_enough: IsEnough | None = None,
         floor: Candidate | None = None,
+        num_micro_batches: int = MICRO_BATCHES_PER_WINDOW,
     ) -> Attempt:
         """Run one trial, agree on its outcome over the ranks, and add it to the log.
 
         Args:
             floor: What the trial is of when it was too small to run.
+            num_micro_batches: Of each window, the most of all ranks.
         """
         if self.listener is not None:
             self.listener.started(candidate, purpose)
@@ -316,6 +332,7 @@ class Search:
                 feed=feed,
                 purpose=purpose,
                 is_enough=is_enough,
+                company=Company(self.lockstep, self._group, num_micro_batches=num_micro_batches),
             )
         except BaseException as error:
             if self.study is not None:
@@ -323,7 +340,8 @@ class Search:
             if isinstance(error, Exception):
                 self.ranks.agree(Report(None, f"{type(error).__name__}: {error}"[:500]))
             raise
-        agreed = self.ranks.agree(Report(attempt.trial.outcome, None, self.is_late()))
+        outcome = None if attempt.called_off else attempt.trial.outcome  # the rank that failed says what came of it
+        agreed = self.ranks.agree(Report(outcome, None, self.is_late()))
         assert agreed.outcome is not None
         self.time_is_up = agreed.time_is_up
         trial = attempt.trial if self.ranks.world_size == 1 else _changed(attempt.trial, outcome=agreed.outcome)
@@ -358,6 +376,9 @@ class Search:
         step_s = self._expected_step_s(levers, sum(sizes))
         limit = self.request.time_budget_s
         left_s = _LONGEST_S if limit is None else max(0.0, limit - (time.monotonic() - self._begun))
+        if self.lockstep.is_needed:  # then all have to run as many windows
+            given = self.ranks.gather((step_s, left_s))
+            step_s, left_s = max(step for step, _ in given), min(left for _, left in given)
         if step_s * 2 > min(_LONGEST_S, left_s):
             self.latest["timing"] = (
                 f"One optimizer step at the target takes about {step_s:.0f} s, so it was not run to the end and not timed."
