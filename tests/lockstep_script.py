@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.optim import SGD, AdamW
 
 import autoaccum
-from autoaccum import Accumulator
+from autoaccum import Accumulator, lockstep
 from autoaccum.records import Fit, Levers, OutOfMemory, Trial
 from autoaccum.request import Request
 from autoaccum.session import Search
@@ -284,7 +285,7 @@ def tuned(target: int, budget: str, **options: Any) -> dict[str, Any]:
             "device": "virtual:1GiB",
             "budget": budget,
             "levers": "none",
-            "time_budget_s": 1.0,
+            "time_budget_s": 20.0,
             **options,
         },
     )
@@ -296,11 +297,77 @@ def tuned(target: int, budget: str, **options: Any) -> dict[str, Any]:
         "peak": plan.measured_peak_bytes,
         "trials": [[t.candidate.micro_batch, *outcome(t)] for t in plan.trials],
         "warnings": list(plan.warnings),
-        "skipped": [[one.lever, one.level] for one in plan.skipped],
+        "skipped": {f"{one.lever} {one.level}": one.reason for one in plan.skipped},
         "levers": plan.levers.checkpointing,
         "kept": same(state_of(model, optimizer), before),
         "trained": trained(plan, model),
     }
+
+
+def checkpointed(nested: bool) -> dict[str, Any]:
+    """The gradients of one step with every block computed again, against those without."""
+    model, found = Net(dropout=0.5), {}
+    if nested:
+        for block in model.blocks:
+            fully_shard(block.first)
+    trials = Trials(sharded(model))
+    torch.manual_seed(5)
+    with trials.search:
+        without = trials.run()
+        expected = trials.gradients
+        for name, levers in (("full", CHECKPOINTED), ("selective", SELECTIVE)):
+            trial = trials.run(levers)
+            assert isinstance(trial.outcome, Fit) and isinstance(without.outcome, Fit)
+            found[name] = [same(trials.gradients, expected), trial.outcome.peak_bytes < without.outcome.peak_bytes]
+    return found
+
+
+def uneven() -> dict[str, Any]:
+    """One rank has a micro-batch less than the others, which all of them wait for."""
+    model = sharded(Net())
+    plan = autoaccum.autotune(
+        model,
+        rows(4),
+        2 * WORLD - 1,
+        loss_fn=nn.CrossEntropyLoss(),
+        device=DEVICE,
+        max_micro_batch=1,
+        levers="none",
+        time_budget_s=1.0,
+    )
+    steps = [len(plan.schedule(rank)) for rank in range(WORLD)]
+    return {"steps": steps, "evidence": plan.evidence, "trained": trained(plan, model)}
+
+
+def probed_on_cpu() -> list[Any]:
+    """`probe`, measured by resident memory, with a control group of its own."""
+    lockstep._reaches_host = lambda group: False  # as where the group knows devices only
+    found = autoaccum.probe(sharded(Net()), rows(4), loss_fn=nn.CrossEntropyLoss(), max_micro_batch=16)
+    return [found.max_micro_batch, found.limited_by, found.evidence]
+
+
+def replicas() -> list[Any]:
+    """HSDP: two ranks share what two others hold as well."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return everywhere(mesh=mesh)
+
+
+def only_replicas() -> list[str]:
+    """A mesh that shards over one rank."""
+    mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replicate", "shard"))
+    model = sharded(Net(), mesh=mesh)
+    return raises(lambda: autoaccum.probe(model, rows(8), loss_fn=nn.CrossEntropyLoss(), device=DEVICE))
+
+
+def other_ranks() -> list[str]:
+    """A group of fewer ranks than the mesh has."""
+    groups = [dist.new_group([rank]) for rank in range(WORLD)]
+    model = sharded(Net())
+    return raises(
+        lambda: autoaccum.probe(
+            model, rows(8), loss_fn=nn.CrossEntropyLoss(), device=DEVICE, process_group=groups[RANK]
+        )
+    )
 
 
 def peak(**options: Any) -> int:
@@ -328,11 +395,21 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "users_error": users_error,
     "different_paths": different_paths,
     "partly_sharded": partly_sharded,
-    "tuned": lambda: tuned(8 * WORLD, "70KiB"),
+    "tuned": lambda: tuned(24 * WORLD + 1, "140KiB"),
+    "uneven": uneven,
+    "probed_on_cpu": probed_on_cpu,
+    "only_replicas": only_replicas,
+    "other_ranks": other_ranks,
+    "tuned-levers": lambda: tuned(32 * WORLD, "118KiB", levers=["checkpointing", "offload", "precision", "optimizer_impl"]),
+    "checkpointed": lambda: [checkpointed(False), checkpointed(True)],
     "peaks": lambda: [peak(), peak(reshard_after_forward=False)],
     "everywhere-checkpointed": lambda: everywhere(CHECKPOINTED),
     "everywhere-kept-whole": lambda: everywhere(reshard_after_forward=False, mp_policy=BF16),
 }
+
+
+if WORLD == 4:
+    SCENARIOS = {"replicas": replicas}
 
 
 def main(folder: Path, names: list[str]) -> None:
