@@ -82,9 +82,7 @@ class Company:
         num_micro_batches: How many each runs per window, where they run together.
     """
 
-    def __init__(
-        self, lockstep: Lockstep | None = None, process_group: Any = None, *, num_micro_batches: int = 0
-    ) -> None:
+    def __init__(self, lockstep: Lockstep | None = None, process_group: Any = None, *, num_micro_batches: int = 0) -> None:
         self._lockstep, self._group, self._num_micro_batches = lockstep, process_group, num_micro_batches
         self.is_sharded = lockstep is not None and lockstep.is_sharded
         self.is_in_lockstep = lockstep is not None and lockstep.is_needed

@@ -17,7 +17,6 @@ from autoaccum.ranks import Ranks
 from autoaccum.shards import mesh_size, sharded_parts
 
 
-
 @final
 class Sharding:
     """How the micro-batches of all ranks are kept in step, where they have to be.

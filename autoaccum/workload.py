@@ -170,10 +170,10 @@ class Workload:
         return other
 
     def resident(self) -> list[Tensor]:
-        """Tensors that are on the device whether or not a step runs: parameters, buffers, optimizer state."""
+        """Tensors that are on the device whether or not a step runs: parameters, buffers, optimizer state; DDP's buckets."""
         state = [] if self.own_optimizer is None else list(self.own_optimizer.state.values())
         found = [*self.module.parameters(), *self.module.buffers(), *tree_leaves(state)]
-        return [local_part(tensor) for tensor in found if isinstance(tensor, Tensor)]
+        return [*(local_part(tensor) for tensor in found if isinstance(tensor, Tensor)), *_buckets_of(self.model)]
 
     def account(self, optimizer_state_bytes: int | None = None) -> MemoryAccount:
         """Where the memory goes that does not depend on the batch; a tied weight counts once."""
@@ -221,6 +221,14 @@ class Workload:
 def _owner(function: Any) -> Any:
     """What a method is bound to, else the callable itself."""
     return getattr(function, "__self__", function)
+
+
+def _buckets_of(model: nn.Module) -> list[Tensor]:
+    """Stands for what DistributedDataParallel takes when it wraps a model, as much as all gradients, and shows to nobody."""
+    if not isinstance(model, DistributedDataParallel):
+        return []
+    size = sum(p.numel() * p.element_size() for p in model.module.parameters() if p.requires_grad)
+    return [torch.empty(size, dtype=torch.uint8, device="meta")]
 
 
 def num_bytes(tensors: Iterable[Any]) -> int:

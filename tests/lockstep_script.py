@@ -6,20 +6,24 @@ import datetime
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 import autoaccum
 from autoaccum import Accumulator, lockstep
+from autoaccum.devices.virtual import StorageTracker
 from autoaccum.records import Fit, Levers, OutOfMemory, Trial
 from autoaccum.request import Request
 from autoaccum.session import Search
@@ -48,6 +52,8 @@ class FailingBackward(torch.autograd.Function):
 class Block(nn.Module):
     """Fails where it is told to: in its n-th forward pass, or in the backward pass of that one."""
 
+    runs: ClassVar[list[int]] = [0]  # of all blocks; what a block holds itself is put back when it is computed again
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
@@ -55,6 +61,7 @@ class Block(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         call, self.calls = self.calls, self.calls + 1
+        self.runs[0] += 1
         if self.fails_at == (call, "forward"):
             raise self.error()
         hidden = self.first(inputs).tanh()
@@ -103,6 +110,10 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def state_of(model: nn.Module, optimizer: Any = None) -> list[Tensor]:
     """Copies of everything that must be as it was: shards, gradients, optimizer state, generators."""
     with torch.no_grad():
@@ -125,7 +136,7 @@ class Recording(SGD):
     fails_on: int | None = None
 
     def step(self, closure: Any = None) -> None:
-        if RANK == self.fails_on:
+        if self.fails_on == RANK:
             raise out_of_memory()
         if not hasattr(self, "first"):
             self.first = [local(p.grad).clone() for p in self.param_groups[0]["params"]]
@@ -162,7 +173,9 @@ def outcome(trial: Trial) -> list[Any]:
 
 
 def places() -> Iterator[tuple[int, str, int]]:
-    yield from ((rank, phase, block) for rank in range(WORLD) for phase in ("forward", "backward") for block in range(NUM_BLOCKS))
+    yield from (
+        (rank, phase, block) for rank in range(WORLD) for phase in ("forward", "backward") for block in range(NUM_BLOCKS)
+    )
 
 
 def everywhere(levers: Levers | None = None, **options: Any) -> list[Any]:
@@ -201,9 +214,51 @@ def raises(run: Callable[[], Any]) -> list[str]:
     """What the call raises, by name and text."""
     try:
         run()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
         return [type(error).__name__, str(error)]
     return ["nothing", ""]
+
+
+class SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        total = gradients[0].clone()
+        dist.all_reduce(total)
+        return total
+
+
+class HostSyncBatchNorm(nn.SyncBatchNorm):
+    """Statistics over all ranks in host memory, which torch's own refuses."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mean = SumOverRanks.apply(inputs.mean(0)) / WORLD  # type: ignore[no-untyped-call]
+        variance = SumOverRanks.apply((inputs - mean).square().mean(0)) / WORLD  # type: ignore[no-untyped-call]
+        output: Tensor = (inputs - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
+        return output
+
+
+def statistics() -> list[Any]:
+    """Out of memory on the last rank, before and after statistics are exchanged, in forward and in backward passes."""
+    model = Net()
+    for block in model.blocks:
+        block.first = nn.Sequential(block.first, HostSyncBatchNorm(4 * WIDTH))
+    trials, found = Trials(model), []
+    before = state_of(model)
+    with trials.search:
+        for phase in ("forward", "backward"):
+            for block in range(NUM_BLOCKS):
+                if RANK == WORLD - 1:
+                    model.blocks[block].fails_at = (1, phase)
+                failed = trials.run()
+                model.blocks[block].fails_at = (-1, "")
+                found.append([outcome(failed), same(state_of(model), before), outcome(trials.run())])
+    return [*found, trials.search.latest.get("forecast")]
 
 
 def users_error() -> dict[str, Any]:
@@ -241,7 +296,7 @@ def different_paths() -> list[str]:
     return raises(run)
 
 
-def trained(plan: autoaccum.Plan, model: Net, lr: float = 0.5) -> dict[str, Any]:
+def trained(plan: autoaccum.Plan, model: nn.Module, lr: float = 0.5) -> dict[str, Any]:
     """Three steps with the plan against the whole batch in one process."""
     reference = Net()
     batch = rows(plan.target_batch)
@@ -255,7 +310,7 @@ def trained(plan: autoaccum.Plan, model: Net, lr: float = 0.5) -> dict[str, Any]
         by_hand.step()
         by_hand.zero_grad()
         losses.append(abs(step.loss - float(loss.detach())))
-    pairs = [(p.full_tensor().detach(), q.detach()) for p, q in zip(model.parameters(), reference.parameters(), strict=True)]  # type: ignore[attr-defined]
+    pairs = [(whole(p).detach(), q.detach()) for p, q in zip(model.parameters(), reference.parameters(), strict=True)]
     a, b = (torch.cat([pair[side].flatten() for pair in pairs]) for side in (0, 1))
     return {"error": float((a - b).norm() / b.norm()), "loss_error": max(losses)}
 
@@ -364,9 +419,7 @@ def other_ranks() -> list[str]:
     groups = [dist.new_group([rank]) for rank in range(WORLD)]
     model = sharded(Net())
     return raises(
-        lambda: autoaccum.probe(
-            model, rows(8), loss_fn=nn.CrossEntropyLoss(), device=DEVICE, process_group=groups[RANK]
-        )
+        lambda: autoaccum.probe(model, rows(8), loss_fn=nn.CrossEntropyLoss(), device=DEVICE, process_group=groups[RANK])
     )
 
 
@@ -377,6 +430,47 @@ def peak(**options: Any) -> int:
         found = trials.run().outcome
     assert isinstance(found, Fit)
     return found.peak_bytes
+
+
+def wrapped_memory(dtype: torch.dtype) -> list[int]:
+    """The peak that was measured of a model under DistributedDataParallel, and that of training it, counted alike."""
+    model = Net().to(dtype)
+    wrapped = DistributedDataParallel(model)
+    batch = (rows(8)[0].to(dtype), rows(8)[1])
+    loss_fn = nn.CrossEntropyLoss()
+    plan = autoaccum.autotune(wrapped, batch, 8 * WORLD, loss_fn=loss_fn, device=DEVICE, levers="none", time_budget_s=1.0)
+    acc = Accumulator(wrapped, AdamW(model.parameters()), plan=plan, loss_fn=loss_fn)
+    tracker = StorageTracker()
+    tracker.count(model.parameters())
+    with tracker:
+        for _ in range(2):
+            acc.step(batch)
+    tracker.close()
+    buckets = sum(parameter.nbytes for parameter in model.parameters())
+    assert plan.measured_peak_bytes is not None
+    return [plan.measured_peak_bytes, tracker.peak_bytes + buckets]
+
+
+def wrapped_checkpointed(level: str) -> dict[str, Any]:
+    """A model under DistributedDataParallel trained with its blocks computed again, against one process without."""
+    model = Net()
+    wrapped = DistributedDataParallel(model)
+    plan = autoaccum.autotune(
+        wrapped,
+        rows(8),
+        8 * WORLD,
+        loss_fn=nn.CrossEntropyLoss(),
+        device=DEVICE,
+        max_micro_batch=3,
+        levers="none",
+        time_budget_s=1.0,
+    )
+    levers = Levers(checkpointing=level, checkpointed_blocks=NUM_BLOCKS)  # type: ignore[arg-type]
+    before = Block.runs[0]
+    found = trained(autoaccum.Plan.of(msgspec.structs.replace(plan, levers=levers)), wrapped)
+    by_reference, steps = 3 * NUM_BLOCKS, 3
+    runs = (Block.runs[0] - before - by_reference) / (steps * len(plan.schedule(RANK)) * NUM_BLOCKS)
+    return found | {"runs_per_micro_batch": runs}
 
 
 def partly_sharded() -> list[str]:
@@ -393,6 +487,7 @@ SELECTIVE = Levers(checkpointing="selective", checkpointed_blocks=NUM_BLOCKS)
 SCENARIOS: dict[str, Callable[[], Any]] = {
     "everywhere": everywhere,
     "users_error": users_error,
+    "statistics": statistics,
     "different_paths": different_paths,
     "partly_sharded": partly_sharded,
     "tuned": lambda: tuned(24 * WORLD + 1, "140KiB"),
@@ -400,6 +495,8 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "probed_on_cpu": probed_on_cpu,
     "only_replicas": only_replicas,
     "other_ranks": other_ranks,
+    "wrapped_memory": lambda: [wrapped_memory(torch.float32), wrapped_memory(torch.bfloat16)],
+    "wrapped_checkpointed": lambda: [wrapped_checkpointed("full"), wrapped_checkpointed("selective")],
     "tuned-levers": lambda: tuned(32 * WORLD, "118KiB", levers=["checkpointing", "offload", "precision", "optimizer_impl"]),
     "checkpointed": lambda: [checkpointed(False), checkpointed(True)],
     "peaks": lambda: [peak(), peak(reshard_after_forward=False)],
@@ -418,7 +515,9 @@ def main(folder: Path, names: list[str]) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     answers = {}
     for name in names or list(SCENARIOS):
+        begun = time.perf_counter()
         answers[name] = SCENARIOS[name]()
+        print(f"{name}: {time.perf_counter() - begun:.1f} s", flush=True)
         (folder / f"{RANK}.json").write_text(json.dumps(answers))
     dist.destroy_process_group()
 
