@@ -23,6 +23,7 @@ from autoaccum.shards import bring_to_rest, can_come_to_rest, make_ready, param_
 
 _WELL, _FAILED = 0, 1
 _CLOSING, _STATISTICS, _GATHERING, _REDUCING = range(4)  # what a rank is about to do when it votes
+_ANYTHING = 2**62  # what a rank that failed would have done is not compared
 
 _CALLED_OFF = "another rank has failed in this trial, and this one broke off with it"
 
@@ -63,7 +64,8 @@ class Lockstep:
         self._module, self._ranks, self._group, self._uncounted = module, ranks, process_group, uncounted
         self.sharding = Sharding(module, ranks)
         self.is_sharded, self.is_needed = self.sharding.is_sharded, self.sharding.lockstep
-        self._control: Any = None
+        self._control = process_group
+        self._ballot = torch.zeros(3, dtype=torch.int64)  # made before memory runs out
         self._is_in_step = True
         self.was_called_off = False
         if self.is_sharded:
@@ -74,15 +76,19 @@ class Lockstep:
     def connected(self) -> Iterator[None]:
         """Votes can be held while inside; entered on all ranks."""
         if not self.is_needed or _reaches_host(self._group):
-            self._control = self._group
             yield
             return
-        members = dist.get_process_group_ranks(self._group)
-        self._control = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        if self._ranks.world_size < dist.get_world_size():
+            # Groups of a part of the ranks take names that were used before, and what was stored under these.
+            self._ballot = self._ballot.to(torch.accelerator.current_accelerator())
+            yield
+            return
+        self._control = dist.new_group(backend="gloo")
         try:
             yield
         finally:
             dist.destroy_process_group(self._control)
+            self._control = self._group
 
     @contextmanager
     def trial(self) -> Iterator[None]:
@@ -132,9 +138,10 @@ class Lockstep:
     def _hold(self, standing: int, about: int) -> list[int]:
         """Whether any rank has failed, and the least and the most of what those that are well are about to do."""
         with self._uncounted():
-            said = torch.tensor([standing, -about, about] if standing == _WELL else [standing, -(2**62), 0])
-            dist.all_reduce(said, dist.ReduceOp.MAX, group=self._control)
-            failed, lowest, highest = said.tolist()
+            said = [standing, -about, about] if standing == _WELL else [standing, -_ANYTHING, 0]
+            self._ballot.copy_(torch.tensor(said))
+            dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._control)
+            failed, lowest, highest = self._ballot.tolist()
         return [failed, -lowest, highest]
 
     # -- where votes are held
