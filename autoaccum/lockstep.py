@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any, final
 
@@ -23,6 +24,7 @@ from autoaccum.shards import bring_to_rest, can_come_to_rest, make_ready, param_
 
 _WELL, _FAILED = 0, 1
 _CLOSING, _STATISTICS, _GATHERING, _REDUCING = range(4)  # what a rank is about to do when it votes
+_SILENT_S = 300.0  # two votes are at most one pass through the whole model apart
 _ANYTHING = 2**62  # what a rank that failed would have done is not compared
 
 _CALLED_OFF = "another rank has failed in this trial, and this one broke off with it"
@@ -75,15 +77,17 @@ class Lockstep:
     @contextmanager
     def connected(self) -> Iterator[None]:
         """Votes can be held while inside; entered on all ranks."""
-        if not self.is_needed or _reaches_host(self._group):
+        if not self.is_needed:
             yield
             return
         if self._ranks.world_size < dist.get_world_size():
-            # Groups of a part of the ranks take names that were used before, and what was stored under these.
-            self._ballot = self._ballot.to(torch.accelerator.current_accelerator())
+            # A group of a part of all ranks would get a name that was used before, and find what was stored under it.
+            if "gloo" not in str(dist.get_backend_config(self._group)):
+                self._ballot = self._ballot.to(torch.accelerator.current_accelerator())
             yield
             return
-        self._control = dist.new_group(backend="gloo")
+        # On the host: a vote on the device would wait for all that is queued there.
+        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=_SILENT_S))
         try:
             yield
         finally:
@@ -109,7 +113,7 @@ class Lockstep:
             self._vote(_CLOSING)
         except Exception:
             if not self._is_in_step:
-                with suppress(RuntimeError):  # a lost connection: this rank's own error matters more
+                with suppress(RankMismatchError):  # a lost connection: this rank's own error matters more
                     self._hold(_FAILED, _CLOSING)
             raise
         finally:
@@ -140,7 +144,14 @@ class Lockstep:
         with self._uncounted():
             said = [standing, -about, about] if standing == _WELL else [standing, -_ANYTHING, 0]
             self._ballot.copy_(torch.tensor(said))
-            dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._control)
+            try:
+                dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._control)
+            except RuntimeError as error:
+                self._is_in_step = True  # nobody is left to vote with
+                raise RankMismatchError(
+                    "another rank has ended, or has not answered for too long, in the middle of a trial; its own output "
+                    "says why."
+                ) from error
             failed, lowest, highest = self._ballot.tolist()
         return [failed, -lowest, highest]
 
@@ -186,11 +197,6 @@ class _AskedFirst:
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._vote(input_tensor.numel())
         return self._own(output_tensor, input_tensor, *args, **kwargs)
-
-
-def _reaches_host(process_group: Any) -> bool:
-    """Whether the group exchanges tensors in host memory: a vote on the device would wait for all that is queued there."""
-    return "gloo" in str(dist.get_backend_config(process_group))
 
 
 def _refuse_unprotected(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ import gc
 import platform
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from math import inf
 from typing import Any, Literal, Protocol, final
@@ -117,7 +117,7 @@ class Search:
         self.workload.refuse_meta()
         self.request = checked(request, self.ranks.world_size)
         self.device = device_for(device, self.workload.device)
-        self.lockstep = Lockstep(self.workload.module, self.ranks, self._group, self.device.off_device)
+        self.together = Lockstep(self.workload.module, self.ranks, self._group, self.device.off_device)
         target = self.request.target_batch
         self.share = None if target is None else shares(target, self.ranks.world_size)[0]
         self.top, self.bound = self._top()
@@ -155,7 +155,7 @@ class Search:
     def __enter__(self) -> Search:
         with ExitStack() as stack:
             stack.enter_context(older_objects_set_aside())
-            stack.enter_context(self.lockstep.connected())
+            stack.enter_context(self.together.connected())
             self._steadiness: Steadiness = stack.enter_context(self.device.steadied())
             self._snapshot: Snapshot = stack.enter_context(
                 preserved(
@@ -234,7 +234,7 @@ class Search:
         return self._forecasts[levers]
 
     def _traced(self, levers: Levers) -> Forecast | None:
-        if self.lockstep.is_sharded or self.lockstep.is_needed:
+        if self.together.is_sharded or self.together.is_needed:
             self.latest["forecast"] = (
                 "No prediction: ranks exchange parameters or statistics inside this model's step, which cannot be traced; "
                 "sizes were searched by doubling and bisection."
@@ -332,13 +332,14 @@ class Search:
                 feed=feed,
                 purpose=purpose,
                 is_enough=is_enough,
-                company=Company(self.lockstep, self._group, num_micro_batches=num_micro_batches),
+                company=Company(self.together, self._group, num_micro_batches=num_micro_batches),
             )
         except BaseException as error:
             if self.study is not None:
                 self.study.abandon()
             if isinstance(error, Exception):
-                self.ranks.agree(Report(None, f"{type(error).__name__}: {error}"[:500]))
+                with suppress(RuntimeError):  # a lost connection: this rank's own error matters more
+                    self.ranks.agree(Report(None, f"{type(error).__name__}: {error}"[:500]))
             raise
         outcome = None if attempt.called_off else attempt.trial.outcome  # the rank that failed says what came of it
         agreed = self.ranks.agree(Report(outcome, None, self.is_late()))
@@ -376,7 +377,7 @@ class Search:
         step_s = self._expected_step_s(levers, sum(sizes))
         limit = self.request.time_budget_s
         left_s = _LONGEST_S if limit is None else max(0.0, limit - (time.monotonic() - self._begun))
-        if self.lockstep.is_needed:  # then all have to run as many windows
+        if self.together.is_needed:  # then all have to run as many windows
             given = self.ranks.gather((step_s, left_s))
             step_s, left_s = max(step for step, _ in given), min(left for _, left in given)
         if step_s * 2 > min(_LONGEST_S, left_s):

@@ -1,4 +1,4 @@
-"""What `tests/test_lockstep.py` runs on every rank: models of FSDP2, tuned and trained. Run by torchrun."""
+"""What `tests/test_lockstep.py` runs on every rank: models of FSDP2, tuned and trained."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 import autoaccum
-from autoaccum import Accumulator, lockstep
+from autoaccum import Accumulator
 from autoaccum.devices.virtual import StorageTracker
 from autoaccum.records import Fit, Levers, OutOfMemory, Trial
 from autoaccum.request import Request
 from autoaccum.session import Search
 from autoaccum.workload import Workload
 
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # set by torchrun
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # set by the test
 WIDTH, NUM_BLOCKS = 16, 3
 DEVICE = "virtual:1GiB"
 
@@ -242,6 +242,20 @@ class HostSyncBatchNorm(nn.SyncBatchNorm):
         return output
 
 
+def ends() -> list[str]:
+    """The last rank's process ends in a backward pass."""
+    model = sharded(Net())
+    if RANK == WORLD - 1:
+        model.blocks[1].fails_at, model.blocks[1].error = (1, "forward"), lambda: os._exit(3)
+    trials = Trials(model)
+
+    def run() -> None:
+        with trials.search:
+            trials.run()
+
+    return raises(run)
+
+
 def statistics() -> list[Any]:
     """Out of memory on the last rank, before and after statistics are exchanged, in forward and in backward passes."""
     model = Net()
@@ -393,8 +407,7 @@ def uneven() -> dict[str, Any]:
 
 
 def probed_on_cpu() -> list[Any]:
-    """`probe`, measured by resident memory, with a control group of its own."""
-    lockstep._reaches_host = lambda group: False  # as where the group knows devices only
+    """`probe`, measured by resident memory."""
     found = autoaccum.probe(sharded(Net()), rows(4), loss_fn=nn.CrossEntropyLoss(), max_micro_batch=16)
     return [found.max_micro_batch, found.limited_by, found.evidence]
 
@@ -486,6 +499,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "everywhere": everywhere,
     "users_error": users_error,
     "statistics": statistics,
+    "ends": ends,
     "different_paths": different_paths,
     "partly_sharded": partly_sharded,
     "tuned": lambda: tuned(24 * WORLD + 1, "140KiB"),
@@ -510,9 +524,10 @@ if WORLD == 4:
 def main(folder: Path, names: list[str]) -> None:
     """Run the scenarios; what one cannot finish is an answer as well."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", f"file://{folder}/store", timeout, rank=RANK, world_size=WORLD)
     answers = {}
-    for name in names or list(SCENARIOS):
+    for name in names:
         answers[name] = SCENARIOS[name]()
         (folder / f"{RANK}.json").write_text(json.dumps(answers))
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Models whose ranks run together (FSDP2, SyncBatchNorm) on two to four gloo ranks, started by torchrun.
+"""Models whose ranks run together (FSDP2, SyncBatchNorm) on two to four gloo ranks.
 
 Wherever one rank fails in a trial, all leave it together, and nothing is left of it. A rank that hangs ends the run by a
 timeout.
@@ -34,19 +34,27 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
     def run_scenarios(world: int, *scenarios: str) -> Answers:
         folder = tmp_path_factory.mktemp("lockstep")
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"),
-                *(str(SCRIPT), str(folder), *scenarios),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=400,
-            check=False,
-            env={**os.environ, "PYTHONPATH": str(Path(autoaccum.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+        common = {**os.environ, "PYTHONPATH": str(Path(autoaccum.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(SCRIPT), str(folder), *scenarios],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**common, "RANK": str(rank), "WORLD_SIZE": str(world)},
+            )
+            for rank in range(world)
+        ]
+        try:
+            errors = [process.communicate(timeout=400)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        files = [folder / f"{rank}.json" for rank in range(world)]
+        answered = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+        for error, answer in zip(errors, answered, strict=True):
+            assert list(answer) == list(scenarios) or scenarios == ("ends",), error[-4000:]
+        return answered
 
     return run_scenarios
 
@@ -213,7 +221,16 @@ def test_levers_that_do_not_go_with_shards_are_skipped(searches: Answers) -> Non
         assert any(kind == "Fit" and size > 8 for size, kind, _ in answer["tuned-levers"]["trials"])
 
 
+def test_process_that_ends_in_a_trial_is_noticed(run: Run) -> None:
+    """The others do not wait for it."""
+    *others, ended = run(2, "ends")
+    assert not ended
+    for answer in others:
+        assert answer["ends"][0] == "RankMismatchError"
+        assert "another rank has ended" in answer["ends"][1]
+
+
 @pytest.mark.slow
-def test_probe_in_host_memory_with_a_control_group(searches: Answers) -> None:
-    """Where the ranks' own group does not reach the host, votes are held in a group that does."""
+def test_probe_in_host_memory(searches: Answers) -> None:
+    """Peaks are those of the process, and the limit is the caller's."""
     assert all(answer["probed_on_cpu"] == [16, "caller", "measured"] for answer in searches)
