@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autoaccum.engines import refuse_engines
 from autoaccum.errors import InvalidRequestError, RankMismatchError
 from autoaccum.ranks import Ranks
 from autoaccum.sharding import Sharding
@@ -64,6 +65,7 @@ class Lockstep:
         uncounted: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._module, self._ranks, self._group, self._uncounted = module, ranks, process_group, uncounted
+        refuse_engines(module)
         self.sharding = Sharding(module, ranks)
         self.is_sharded, self.is_needed = self.sharding.is_sharded, self.sharding.lockstep
         self._control = process_group

@@ -85,3 +85,8 @@ def bring_to_rest(module: nn.Module) -> None:
         parameter.grad = None  # of whole parameters as well: `reset_iter_state` leaves those (torch 2.13)
     for root in _roots(parts):
         root.reset_iter_state()
+    for parameter in [parameter for part in parts for group in param_groups(part) for parameter in group.fsdp_params]:
+        parameter.free_unsharded_param()  # what was got for a gathering that was broken off
+        for name in ("_sharded_post_forward_param", "_sharded_post_forward_param_data"):
+            if name in vars(parameter):
+                setattr(parameter, name, None)

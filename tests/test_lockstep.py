@@ -72,7 +72,7 @@ def answers(run: Run) -> Answers:
 @pytest.fixture(scope="module")
 def searches(run: Run) -> Answers:
     """What two ranks answered to whole searches and long series of trials."""
-    return run(2, "tuned", "tuned-levers", "statistics", "checkpointed", "probed_on_cpu")
+    return run(2, "at_every_allocation", "tuned", "tuned-levers", "statistics", "checkpointed", "probed_on_cpu")
 
 
 def assert_all_left_together(cases: list[dict[str, Any]]) -> None:
@@ -92,6 +92,17 @@ def test_out_of_memory_anywhere_hangs_nobody(answers: Answers) -> None:
     for answer in answers:
         assert len(answer["everywhere-kept-whole"]) == 2 * (2 * 3 + 1)
         assert_all_left_together(answer["everywhere-kept-whole"])
+
+
+@pytest.mark.slow
+def test_whole_weights_are_let_go_of_wherever_memory_ran_out(searches: Answers) -> None:
+    """With thirty capacities on one rank, of which none is enough: gathered weights are freed, shards are as they were."""
+    for answer in searches:
+        found = answer["at_every_allocation"]
+        assert {kind for kind, _ in found["phases"]} == {"OutOfMemory"}
+        assert {"forward", "backward"} <= {phase for _, phase in found["phases"]}
+        assert found["clean"]
+        assert found["after"] == ["Fit", None]
 
 
 @pytest.mark.slow
