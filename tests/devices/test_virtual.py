@@ -563,7 +563,7 @@ def test_capacity_decides_to_the_block() -> None:
 
 def test_storage_that_fsdp_empties_in_place_is_not_counted() -> None:
     """No operation tells that whole weights are freed, so it is looked for before a new peak is believed."""
-    import torch.distributed.fsdp  # noqa: F401 - registers its operations
+    import torch.distributed.fsdp
 
     gathered, weights = torch.ones(4096), torch.empty(4096)
     with StorageTracker() as tracker:
