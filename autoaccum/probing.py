@@ -192,7 +192,10 @@ def run_trial(
     try:
         came_out = attempted(run, _ABOUT_THE_SIZE)
     except BaseException as error:
-        company.settle()
+        try:
+            company.settle()
+        except RuntimeError as failure:  # a lost device context: the user's error matters more than this one
+            error.add_note(f"autoaccum could not bring the sharded model to rest: {failure}")
         if isinstance(error, Exception) and not isinstance(error, AutoaccumError):
             error.add_note(f"raised while autoaccum probed micro_batch={candidate.micro_batch} ({progress.phase} phase)")
         raise
