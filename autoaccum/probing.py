@@ -194,8 +194,8 @@ def run_trial(
     except BaseException as error:
         try:
             company.settle()
-        except RuntimeError as failure:  # a lost device context: the user's error matters more than this one
-            error.add_note(f"autoaccum could not bring the sharded model to rest: {failure}")
+        except RuntimeError as lost:  # a lost device context: the user's error matters more than this one
+            error.add_note(f"autoaccum could not bring the sharded model to rest: {lost}")
         if isinstance(error, Exception) and not isinstance(error, AutoaccumError):
             error.add_note(f"raised while autoaccum probed micro_batch={candidate.micro_batch} ({progress.phase} phase)")
         raise
