@@ -33,6 +33,7 @@ from autoaccum.records import Environment, Levers, LimitedBy, Outlook, PlanRecor
 from autoaccum.report.picture import drawing_to
 from autoaccum.request import Request, checked, largest_of_use
 from autoaccum.schedule import ladder, shares, whole_number
+from autoaccum.shards import is_sharded
 from autoaccum.tradeoffs.choosing import recomputation
 from autoaccum.tradeoffs.points import with_blocks
 from autoaccum.units import Share, format_bytes, parse_size
@@ -508,11 +509,16 @@ def predict_workload(
     """What `predict` does for a workload that is ready: the plan for the smallest of these GPUs that trains it.
 
     Raises:
-        InvalidRequestError, MissingExtraError: When no such picture can be drawn.
+        InvalidRequestError, MissingExtraError: When no such picture can be drawn, or the model is sharded.
         NothingFitsError: When none of them does.
     """
     if not gpus:
         raise InvalidRequestError("no GPU was named; expected a name, a size, or all.")
+    if is_sharded(workload.module):
+        raise InvalidRequestError(
+            "the model is sharded by fully_shard, and what ranks exchange cannot be traced; predict it before it is sharded "
+            "(for one GPU that holds all of it), or call autotune on every rank."
+        )
     draw = None if picture is None else drawing_to(picture)
     predictor = Predictor(workload, request, whole_number(world_size, "world_size", "the ranks that train together"))
     for gpu in gpus:

@@ -24,6 +24,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from autoaccum.shards import local_part
+
 _Restore = Callable[[], None]
 
 
@@ -211,11 +213,12 @@ def _keep_tensor(tensor: Tensor, vault: _Vault) -> _Restore:
     hooks = {name: dict(getattr(tensor, name) or {}) for name in _TENSOR_HOOK_REGISTRIES}
     # Shares the storage, also after the user's step put another one in its place. Where there is no such thing as one
     # storage, the tensor itself is written.
-    values = tensor.detach() if _has_own_storage(tensor) else tensor
+    here = local_part(tensor)  # of a distributed tensor, this rank's own part
+    values = here.detach() if _has_own_storage(here) else here
     slot = vault.put(without_repeats(values.detach()))
 
     def put_back() -> None:
-        if values is not tensor and not tensor.is_set_to(values):
+        if here is tensor and values is not tensor and not tensor.is_set_to(values):
             tensor.data = values
         vault.take_into(slot, without_repeats(values))
         if is_leaf:

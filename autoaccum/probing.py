@@ -6,8 +6,8 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,10 @@ from autoaccum.catching import Failure, attempted
 from autoaccum.devices.base import AbstractDevice, Verdict, Watch
 from autoaccum.errors import AutoaccumError, InvalidRequestError
 from autoaccum.levers import Subject, applied, under_autocast
+from autoaccum.lockstep import Lockstep
 from autoaccum.preserve import Snapshot
 from autoaccum.records import Candidate, Fit, Levers, Outcome, OutOfMemory, Refused, Trial
+from autoaccum.reduction import Reducer
 from autoaccum.window import Progress, run_window
 from autoaccum.workload import Workload, num_bytes, step_hooks_suspended
 
@@ -54,11 +56,13 @@ class Attempt(NamedTuple):
     """A trial and what is not written down with it.
 
     `error` is the user's exception where it is not certain that memory was the reason; its frames hold nothing any more.
+    `called_off`: another rank has failed, and what came of the trial is for that one to say.
     """
 
     trial: Trial
     error: Exception | None = None
     optimizer_state_bytes: int | None = None
+    called_off: bool = False
 
 
 class _Measured(NamedTuple):
@@ -66,6 +70,61 @@ class _Measured(NamedTuple):
     step_times_s: tuple[float, ...]
     optimizer_state_bytes: int
     offloaded_bytes: int | None
+
+
+@final
+class Company:
+    """The ranks that train together, seen from one trial; by default this process is alone.
+
+    Args:
+        lockstep: How they stay in step.
+        process_group: Theirs.
+        num_micro_batches: How many each runs per window, where they run together.
+    """
+
+    def __init__(self, lockstep: Lockstep | None = None, process_group: Any = None, *, num_micro_batches: int = 0) -> None:
+        self._lockstep, self._group, self._num_micro_batches = lockstep, process_group, num_micro_batches
+        self.is_sharded = lockstep is not None and lockstep.is_sharded
+        self.is_in_lockstep = lockstep is not None and lockstep.is_needed
+
+    @property
+    def was_called_off(self) -> bool:
+        """Another rank has failed in this trial, and this one has not."""
+        return self._lockstep is not None and self._lockstep.was_called_off
+
+    def on_trial(self) -> AbstractContextManager[None]:
+        """See `Lockstep.trial`."""
+        return nullcontext() if self._lockstep is None else self._lockstep.trial()
+
+    def settle(self) -> None:
+        """See `Lockstep.settle`."""
+        if self._lockstep is not None:
+            self._lockstep.settle()
+
+    def padded(self, micro_batches: Sequence[Any], sizes: Sequence[int]) -> tuple[list[Any], list[float]]:
+        """What this rank runs in one window, and its weights: as in training, the last one again where others have more."""
+        missing = max(0, self._num_micro_batches - len(sizes)) if self.is_in_lockstep else 0
+        run = list(micro_batches)
+        return run + run[-1:] * missing, [float(size) for size in sizes] + [0.0] * missing
+
+    def placing(self, place: Callable[[Any], Any], progress: Progress, count: int) -> Callable[[Any], Any]:
+        """How micro-batches are put on the device, one of `count` after the other."""
+        if self._lockstep is None or not self.is_sharded:
+            return place
+        sharding = self._lockstep.sharding
+
+        def placed(micro_batch: Any) -> Any:
+            sharding.entering(progress.index, count)
+            return place(micro_batch)
+
+        return placed
+
+    def reducing(self) -> Callable[[Sequence[Tensor | None]], None] | None:
+        """Gets the memory in which gradients are reduced over ranks, and keeps it; None where none is needed."""
+        if self._lockstep is None or self.is_sharded:
+            return None
+        reducer = Reducer(self._group)
+        return reducer.prepare if reducer.world_size > 1 else None
 
 
 class HostBytes:
@@ -100,6 +159,7 @@ def run_trial(
     feed: Callable[[Sequence[int]], Sequence[Any]],
     purpose: Any = "probe",
     is_enough: IsEnough | None = None,
+    company: Company | None = None,
 ) -> Attempt:
     """Run the windows at the candidate's size under the budget and say whether they fitted.
 
@@ -110,6 +170,7 @@ def run_trial(
         feed: Gives the micro-batches of one window.
         purpose: See `Trial`.
         is_enough: Asked with the times of all windows but the first; while it says no, the last window is run again.
+        company: The other ranks; None: this process on its own.
 
     Returns:
         A complete trial. Step times leave out the first window.
@@ -122,19 +183,25 @@ def run_trial(
         Nothing of the trial: the state is restored and no tensor of it is alive.
     """
     started, progress = time.perf_counter(), Progress()
+    company = Company() if company is None else company
 
     def run() -> _Measured:
-        with device.limited_to(budget_bytes):
-            return _run_windows(workload, device, candidate.levers, windows, is_enough, feed, progress)
+        with company.on_trial(), device.limited_to(budget_bytes):
+            return _run_windows(workload, device, candidate.levers, windows, is_enough, feed, progress, company)
 
     try:
         came_out = attempted(run, _ABOUT_THE_SIZE)
-    except Exception as error:
-        if not isinstance(error, AutoaccumError):
+    except BaseException as error:
+        try:
+            company.settle()
+        except RuntimeError as lost:  # a lost device context: the user's error matters more than this one
+            error.add_note(f"autoaccum could not bring the sharded model to rest: {lost}")
+        if isinstance(error, Exception) and not isinstance(error, AutoaccumError):
             error.add_note(f"raised while autoaccum probed micro_batch={candidate.micro_batch} ({progress.phase} phase)")
         raise
     failure = came_out if isinstance(came_out, Failure) else None
     measured = None if isinstance(came_out, Failure) else came_out
+    company.settle()
     gc.collect()
     device.release()
     snapshot.restore()
@@ -147,7 +214,8 @@ def run_trial(
     )
     uncertain = failure is not None and failure.row.verdict is not Verdict.TOO_LARGE
     kept = failure.error if failure is not None and uncertain else None
-    return Attempt(trial, kept, None if measured is None else measured.optimizer_state_bytes)
+    state_bytes = None if measured is None else measured.optimizer_state_bytes
+    return Attempt(trial, kept, state_bytes, company.was_called_off)
 
 
 def _run_windows(
@@ -158,29 +226,36 @@ def _run_windows(
     is_enough: IsEnough | None,
     feed: Callable[[Sequence[int]], Sequence[Any]],
     progress: Progress,
+    company: Company,
 ) -> _Measured:
     workload.set_training_mode()
     for parameter in workload.module.parameters():
         parameter.grad = None  # the user's gradients are in the snapshot; training starts without any
-    batches = {tuple(sizes): feed(sizes) for sizes in windows}
+    batches = {tuple(sizes): company.padded(feed(sizes), sizes) for sizes in windows}
     resident, times_s = workload.resident(), list[float]()
     on_host = HostBytes()
     with device.watched(resident) as watch:
         optimizer = workload.make_optimizer()
         subject = subject_on(workload.module, device, optimizer)._replace(note_host_bytes=on_host.note)
         loss_of, scaler = under_autocast(workload.loss, levers, device.torch_device), scaler_for(levers, device.torch_device)
+        reducing = company.reducing()
         with step_hooks_suspended(optimizer), applied(levers, subject):
             for sizes in _repeated(windows, times_s, is_enough):
                 begun = time.perf_counter()
+                micro_batches, weights = batches[tuple(sizes)]
                 loss = run_window(
-                    batches[tuple(sizes)],
-                    sizes,  # what is measured does not depend on the weights; rows need nothing read from the labels
+                    micro_batches,
+                    weights,  # what is measured does not depend on them; rows need nothing read from the labels
                     loss=loss_of,
                     optimizer=optimizer,
-                    place=device.place,
+                    place=company.placing(device.place, progress, len(weights)),
                     progress=progress,
                     module=workload.module,
                     scaler=scaler,
+                    look_for_others=not company.is_sharded,
+                    run_all=company.is_in_lockstep,
+                    wide=True if reducing is not None else None,
+                    reducing=reducing,
                 )
                 device.synchronize()
                 times_s.append(time.perf_counter() - begun)

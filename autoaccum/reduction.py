@@ -155,7 +155,8 @@ class Reducer:
         """Get the memory for the reduction, while running out of it can still be told to the others."""
         if self.world_size > 1:
             for bucket in _buckets([g for g in gradients if g is not None and not g.is_sparse]):
-                self._staging(bucket)
+                if not _is_in_place(bucket):
+                    self._staging(bucket)
 
     def reduce(self, accumulation: Accumulation, agreement: Agreement, factor: float) -> None:
         """Replace every gradient by the sum over ranks of `factor` times it; ranks end bit-equal.
@@ -183,7 +184,7 @@ class Reducer:
             self._sum_bucket(bucket, factor)
 
     def _sum_bucket(self, bucket: Sequence[Tensor], factor: float) -> None:
-        if len(bucket) == 1 and bucket[0].is_contiguous():
+        if _is_in_place(bucket):
             dist.all_reduce(bucket[0].mul_(factor).view(-1), group=self._group)
             return
         flat = self._staging(bucket)
@@ -241,6 +242,11 @@ def fingerprint_of(tensors: Iterable[Tensor]) -> float:
             places = torch.linspace(1.0, 2.0 + index, len(values), dtype=torch.float64, device=values.device)
             total = total * 0.7 + float(values @ places)
     return total
+
+
+def _is_in_place(bucket: Sequence[Tensor]) -> bool:
+    """Whether it is reduced where it lies, and takes no memory."""
+    return len(bucket) == 1 and bucket[0].is_contiguous()
 
 
 def _unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:

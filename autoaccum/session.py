@@ -25,6 +25,7 @@ from autoaccum.devices.base import Steadiness
 from autoaccum.errors import InvalidRequestError, NothingFitsError, RankMismatchError
 from autoaccum.fingerprint import fingerprint_of
 from autoaccum.levers import Space, common, space_for
+from autoaccum.lockstep import Lockstep
 from autoaccum.meeting import Meeting
 from autoaccum.prediction.forecast import Forecast, Traced, take_first_step, traced
 from autoaccum.preserve import Snapshot, preserved
@@ -32,6 +33,7 @@ from autoaccum.probing import (
     MICRO_BATCHES_PER_WINDOW,
     WINDOWS_PER_PROBE,
     Attempt,
+    Company,
     IsEnough,
     older_objects_set_aside,
     run_trial,
@@ -51,7 +53,6 @@ from autoaccum.records import (
 from autoaccum.request import ROWS_WITHOUT_BOUND, Request, checked, largest_of_use, sizes_of_use
 from autoaccum.schedule import shares, smallest
 from autoaccum.search import NOISE_FRAC, Standing, is_closed_by_convexity, propose, standing
-from autoaccum.sharding import Sharding
 from autoaccum.study import Study
 from autoaccum.timing import is_settled, timing_of
 from autoaccum.tradeoffs.points import Point
@@ -88,12 +89,14 @@ class _Said(NamedTuple):
     Attributes:
         state_bytes: What the optimizer held.
         elapsed_s: How long the search has taken so far.
+        called_off: It broke off because another rank had failed, and what came of the trial is for that one to say.
         news, busy: From the study that other machines share: trials run there, and what runs there now.
     """
 
     trial: Trial
     state_bytes: int | None
     elapsed_s: float
+    called_off: bool
     news: tuple[Trial, ...] = ()
     busy: frozenset[Point] = frozenset()
 
@@ -124,7 +127,7 @@ class Search:
         self._agreed_s = 0.0
         self.tracing_s = 0.0  # spent on predictions, on all ranks the same
         self.workload, self.listener = workload, listener
-        self.ranks = Meeting(process_group)
+        self.ranks, self._group = Meeting(process_group), process_group
         self.trials: list[Trial] = list(log)
         self.warnings: list[str] = []
         self.latest: dict[str, str | None] = {}  # what may be said again, when only the last word counts
@@ -149,8 +152,8 @@ class Search:
         self.workload.refuse_meta()
         self.request = checked(request, self.ranks.world_size)
         self.device = device_for(device, self.workload.device)
-        self.lockstep = Sharding(self.workload.module, self.ranks.group).lockstep
-        if self.request.shares == "proportional" and self.lockstep:
+        self.together = Lockstep(self.workload.module, self.ranks.group, self._group, self.device.off_device)
+        if self.request.shares == "proportional" and self.together.is_needed:
             raise InvalidRequestError(
                 'shares="proportional" needs ranks that run independently, and FSDP and SyncBatchNorm make all ranks run '
                 'the same number of micro-batches; use shares="equal".'
@@ -205,6 +208,7 @@ class Search:
     def _enter(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(older_objects_set_aside())
+            stack.enter_context(self.together.connected())
             self._steadiness: Steadiness = stack.enter_context(self.device.steadied())
             self._snapshot: Snapshot = stack.enter_context(
                 preserved(
@@ -300,10 +304,16 @@ class Search:
         return self._forecasts[levers]
 
     def _traced(self, levers: Levers) -> Forecast | None:
+        if self.together.is_sharded or self.together.is_needed:
+            self.latest["forecast"] = (
+                "No prediction: ranks exchange parameters or statistics inside this model's step, which cannot be traced; "
+                "sizes were searched by doubling and bisection."
+            )
+            return None
         begun = time.monotonic()
         # Ranks' data and memory may differ. All go by the first one's prediction, above what the fullest one holds.
         found: Traced | None = None
-        if self.ranks.rank == 0 or self.lockstep:
+        if self.ranks.rank == 0:
             found = traced(
                 self.workload,
                 self.device,
@@ -363,10 +373,14 @@ class Search:
         if now is not None:
             self.settle(levers, now, schedule.micro_batch)
         windows, is_enough = self._plan_windows(levers, schedule.sizes[self.ranks.rank])
+        # Of a step that is too long to be run to its end, no rank runs more micro-batches than this.
+        at_most = None if self.latest["timing"] is None else MICRO_BATCHES_PER_WINDOW
+        num_micro_batches = max(len(of_rank[:at_most]) for of_rank in schedule.sizes)
         candidate = Candidate(micro_batch=schedule.micro_batch, levers=levers)
         # Where a size is too small it is the smallest one of the plan: the largest was probed and runs.
         floor = Candidate(micro_batch=smallest(schedule.sizes), levers=levers)
-        trial = self._run(candidate, windows, self.workload.source.micro_batches, "confirm", is_enough, floor).trial
+        feed = self.workload.source.micro_batches
+        trial = self._run(candidate, windows, feed, "confirm", is_enough, floor, num_micro_batches).trial
         return trial if isinstance(trial.outcome, Fit) else None
 
     def _run(
@@ -377,11 +391,13 @@ class Search:
         purpose: Purpose,
         is_enough: IsEnough | None = None,
         floor: Candidate | None = None,
+        num_micro_batches: int = MICRO_BATCHES_PER_WINDOW,
     ) -> Attempt:
         """Run one trial, agree on its outcome over the ranks, and add it to the log.
 
         Args:
             floor: What the trial is of when it was too small to run.
+            num_micro_batches: Of each window, the most of all ranks.
         """
         if self.listener is not None:
             self.listener.started(candidate, purpose)
@@ -398,6 +414,7 @@ class Search:
                 feed=feed,
                 purpose=purpose,
                 is_enough=is_enough,
+                company=Company(self.together, self._group, num_micro_batches=num_micro_batches),
             )
         except BaseException:
             if self.study is not None:
@@ -417,7 +434,7 @@ class Search:
 
     def _agreed(self, attempt: Attempt) -> Trial:
         """The trial as all ranks have it: the first one's, with the worst outcome."""
-        own = _Said(attempt.trial, attempt.optimizer_state_bytes, self._elapsed_s())
+        own = _Said(attempt.trial, attempt.optimizer_state_bytes, self._elapsed_s(), attempt.called_off)
         if self.study is not None and self.ranks.world_size > 1:
             own = own._replace(news=tuple(self.study.news()), busy=frozenset(self.study.busy()))
         said = self.ranks.gather(own)
@@ -435,8 +452,8 @@ class Search:
             )
         if len(trials) == 1:
             return trials[0]
-        outcome, wall_s = worst([trial.outcome for trial in trials]), max(trial.wall_s for trial in trials)
-        return _changed(trials[0], outcome=outcome, wall_s=wall_s)
+        outcome = worst([rank.trial.outcome for rank in said if not rank.called_off])
+        return _changed(trials[0], outcome=outcome, wall_s=max(trial.wall_s for trial in trials))
 
     def _probe_feed(self, sizes: Sequence[int]) -> Sequence[Any]:
         """One micro-batch, used for the whole window.
@@ -464,7 +481,7 @@ class Search:
             return [sizes[:MICRO_BATCHES_PER_WINDOW]] * WINDOWS_PER_PROBE, None
         self.latest["timing"] = None
         allowed_s = min(_MEASURED_S, left_s)
-        if self.lockstep:  # all ranks take the same number, which is known before
+        if self.together.is_needed:  # all ranks take the same number, which is known before
             return [sizes] * max(2, min(_MOST_STEPS, int(allowed_s / max(step_s, 1e-3)))), None
         begun, fastest_s = time.monotonic(), self._fastest_step_s(sum(sizes))
 

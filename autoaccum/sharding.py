@@ -6,7 +6,6 @@ be replayed: the others are already waiting in one of them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any, final
@@ -15,6 +14,7 @@ from torch import nn
 
 from autoaccum.errors import InvalidRequestError
 from autoaccum.ranks import Ranks
+from autoaccum.shards import mesh_size, sharded_parts
 
 
 @final
@@ -24,14 +24,17 @@ class Sharding:
     Attributes:
         is_sharded: FSDP2: gradients are reduced in the backward pass, as a mean over ranks.
         lockstep: Every rank must run the same number of micro-batches.
+
+    Raises:
+        InvalidRequestError: When a sharded model would not train as a whole.
     """
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
-        fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded where it was never imported
-        sharded = getattr(fsdp, "FSDPModule", ())
         self._ranks = ranks
-        self._shards: list[Any] = [part for part in module.modules() if isinstance(part, sharded)]
+        self._shards: list[Any] = sharded_parts(module)
         self.is_sharded = bool(self._shards)
+        if self.is_sharded:
+            _refuse_other_ranks(module, ranks)
         synchronised = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
         self.lockstep = ranks.world_size > 1 and (self.is_sharded or synchronised)
 
@@ -73,3 +76,24 @@ class Sharding:
         """Before micro-batch `index` of `count`: replicas of shards (HSDP) exchange gradients after the last one only."""
         for shard in self._shards:
             shard.set_requires_all_reduce(index == count - 1, recurse=False)
+
+
+def _refuse_other_ranks(module: nn.Module, ranks: Ranks) -> None:
+    """Refuse a model of which not all that is trained is reduced, or over other ranks than those that train together.
+
+    Raises:
+        InvalidRequestError: With the remedy.
+    """
+    sizes = {name: mesh_size(parameter) for name, parameter in module.named_parameters() if parameter.requires_grad}
+    whole = [name for name, size in sizes.items() if size is None]
+    if whole:
+        raise InvalidRequestError(
+            f"parameter {whole[0]!r} is trained and not sharded, so that its gradients would differ between ranks; "
+            "call fully_shard(model) on the whole model as well."
+        )
+    others = sorted({size for size in sizes.values() if size is not None and size != ranks.world_size})
+    if others:
+        raise InvalidRequestError(
+            f"the model is sharded over {others[0]} ranks, and {ranks.world_size} train together; pass process_group= with "
+            "the ranks of its mesh."
+        )

@@ -114,6 +114,10 @@ def run_window(
     progress: Progress,
     module: nn.Module | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    look_for_others: bool = True,
+    run_all: bool = False,
+    wide: bool | None = None,
+    reducing: Callable[[Sequence[Tensor | None]], None] | None = None,
 ) -> Tensor:
     """Accumulate the gradient of the whole window and take one optimizer step, as a probe does.
 
@@ -126,6 +130,10 @@ def run_window(
         progress: Its phase follows what runs.
         module: The model, so that other parameters of it receive no gradient.
         scaler: Scales the loss. The step is taken whatever it finds: skipped, it would leave the optimizer without state.
+        look_for_others: See `Backward`.
+        run_all: See `accumulate`.
+        wide: See `Accumulation`; None: where there are several micro-batches.
+        reducing: Given the complete gradients; gets the memory that their reduction over ranks takes.
 
     Returns:
         The mean loss over the window, detached, on the device. Reading it synchronises; this function does not.
@@ -135,10 +143,21 @@ def run_window(
         Exception: Whatever the user's code raises.
     """
     total_weight = float(sum(weights)) or 1.0
-    accumulation = Accumulation(parameters_of(optimizer), Backward(scaler, module=module), wide=len(weights) > 1)
+    backward = Backward(scaler, module=module, look_for_others=look_for_others)
+    accumulation = Accumulation(parameters_of(optimizer), backward, wide=len(weights) > 1 if wide is None else wide)
     try:
         scales = [weight / total_weight for weight in weights]
-        mean_loss = accumulate(micro_batches, scales, loss=loss, place=place, accumulation=accumulation, progress=progress)
+        mean_loss = accumulate(
+            micro_batches,
+            scales,
+            loss=loss,
+            place=place,
+            accumulation=accumulation,
+            progress=progress,
+            run_all=run_all,
+        )
+        if reducing is not None:
+            reducing(accumulation.gradients())
         progress.phase = "optimizer"
         refuse_none(accumulation)
         if scaler is not None:

@@ -25,6 +25,7 @@ from autoaccum.errors import InvalidRequestError
 from autoaccum.losses import LossFn, MicroBatchLoss, TrainingStep
 from autoaccum.preserve import random_states_kept
 from autoaccum.records import MemoryAccount
+from autoaccum.shards import local_part, split_again
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 Weight = str | Tokens | Callable[[Any], float]
@@ -50,7 +51,7 @@ class Workload:
         InvalidRequestError: When one of them cannot be used as it is; the message says which and what to do.
 
     Leaves behind:
-        Nothing: the model is neither run nor changed.
+        Nothing: the model is neither run nor changed. One that FSDP2 shards holds its shards, as after a training step.
 
     Example:
         >>> import torch
@@ -169,10 +170,10 @@ class Workload:
         return other
 
     def resident(self) -> list[Tensor]:
-        """Tensors that are on the device whether or not a step runs: parameters, buffers, optimizer state."""
+        """Tensors that are on the device whether or not a step runs: parameters, buffers, optimizer state; DDP's buckets."""
         state = [] if self.own_optimizer is None else list(self.own_optimizer.state.values())
         found = [*self.module.parameters(), *self.module.buffers(), *tree_leaves(state)]
-        return [tensor for tensor in found if isinstance(tensor, Tensor)]
+        return [*(local_part(tensor) for tensor in found if isinstance(tensor, Tensor)), *_buckets_of(self.model)]
 
     def account(self, optimizer_state_bytes: int | None = None) -> MemoryAccount:
         """Where the memory goes that does not depend on the batch; a tied weight counts once."""
@@ -222,12 +223,21 @@ def _owner(function: Any) -> Any:
     return getattr(function, "__self__", function)
 
 
+def _buckets_of(model: nn.Module) -> list[Tensor]:
+    """Stands for what DistributedDataParallel takes when it wraps a model, as much as all gradients, and shows to nobody."""
+    if not isinstance(model, DistributedDataParallel):
+        return []
+    size = sum(p.numel() * p.element_size() for p in model.module.parameters() if p.requires_grad)
+    return [torch.empty(size, dtype=torch.uint8, device="meta")]
+
+
 def num_bytes(tensors: Iterable[Any]) -> int:
-    """Bytes that these tensors hold, a shared storage once."""
+    """Bytes that these tensors hold here, a shared storage once."""
     storages = {}
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            storage = local_part(tensor).untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
 
 
@@ -253,6 +263,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     module = model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else model
     if not isinstance(module, nn.Module):
         raise InvalidRequestError("the wrapped model holds no torch.nn.Module.")
+    split_again(module)  # while its parameters are whole, they are not those that an optimizer has
     parameters = list(module.parameters())
     if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in parameters):
         raise InvalidRequestError("the model has lazy parameters without a shape; run one forward pass first.")

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_iter
 from autoaccum.batches.structure import cloned, tensors_in
 from autoaccum.devices.base import AbstractDevice, Holder, Watch
 from autoaccum.errors import InvalidRequestError
+from autoaccum.shards import local_part
 from autoaccum.units import format_bytes, parse_size
 
 _BLOCK_BYTES = 512  # kMinBlockSize in c10/core/AllocatorConfig.h: every request is rounded up to it
@@ -58,6 +59,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self._sizes: dict[int, int] = {}
         self._finalizers: dict[int, weakref.finalize[..., torch.UntypedStorage]] = {}
+        self._emptied: set[int] = set()  # storages that get another size without an operation
         self._is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,6 +69,9 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.count(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor))
         out = func(*args, **kwargs)
         self.count(leaf for leaf in tree_iter((out, args)) if isinstance(leaf, Tensor))  # args: resize_ and set_
+        if func.namespace == "fsdp":  # whole parameters are written by its own operations, and emptied by none
+            written = tree_iter(kwargs.get("out", ()))
+            self._emptied.update(leaf.untyped_storage()._cdata for leaf in written if isinstance(leaf, Tensor))
         return out
 
     def count(self, tensors: Iterable[Tensor]) -> None:
@@ -108,6 +113,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._observer.freed(key)
             self._observer.allocated(key, storage.nbytes())
         self.live_bytes += grown
+        if grown > 0 and self._emptied and self.live_bytes > self.peak_bytes:
+            self._look_again()
         if self.capacity_bytes is not None and grown > 0 and self.live_bytes > self.capacity_bytes:
             raise torch.OutOfMemoryError(
                 f"virtual device out of memory. Tried to allocate {format_bytes(grown)}. The device has a capacity of "
@@ -115,9 +122,20 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
+    def _look_again(self) -> None:
+        """Storages that were emptied in place; the next operation that touches them counts them again."""
+        for key in self._emptied & self._finalizers.keys():
+            found = self._finalizers[key].peek()
+            if found is not None and found[0].nbytes() == 0 and self._sizes[key]:
+                self.live_bytes -= self._sizes[key]
+                self._sizes[key] = 0
+                if self._observer is not None:
+                    self._observer.freed(key)
+
     def _forget(self, key: int) -> None:
         self.live_bytes -= self._sizes.pop(key, 0)
         self._finalizers.pop(key, None)
+        self._emptied.discard(key)
         if self._observer is not None:
             self._observer.freed(key)
 
@@ -135,7 +153,8 @@ def _rounded(num_bytes: int) -> int:
 
 
 def dense_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that hold the values; a sparse tensor has no storage of its own."""
+    """The tensors that hold the values; a sparse tensor has no storage of its own, a distributed one a part of it here."""
+    tensor = local_part(tensor)
     if tensor.layout == torch.strided:
         yield tensor
     elif tensor.layout == torch.sparse_coo:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autoaccum.levers.base import AbstractLever, Subject
 from autoaccum.records import Levers
+from autoaccum.shards import is_sharded
 from autoaccum.units import format_bytes
 
 _OF_FREE_FRAC = 0.9  # of the host memory that is free; pinned memory cannot be swapped out
@@ -29,6 +30,8 @@ class Offload(AbstractLever):
     def reason_against(self, level: str, subject: Subject) -> str | None:
         if level != "off" and subject.is_host:
             return "the model is in host memory already"
+        if level != "off" and is_sharded(subject.module):
+            return "FSDP frees whole weights itself, and copies of them would be moved to the host as well"
         return None
 
     @contextmanager

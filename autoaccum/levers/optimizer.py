@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from autoaccum.levers.base import AbstractLever, Subject
 from autoaccum.records import Levers
+from autoaccum.shards import local_part
 
 _FLAGS = {
     "for-loop": {"foreach": False, "fused": False},
@@ -107,7 +108,7 @@ def _reason_of_trial(optimizer: Optimizer, level: str) -> str | None:
 
 
 def _tiny(parameter: torch.Tensor) -> nn.Parameter:
-    made = nn.Parameter(torch.zeros(min(4, parameter.numel()), dtype=parameter.dtype, device=parameter.device))
+    made = nn.Parameter(torch.zeros(min(4, local_part(parameter).numel()), dtype=parameter.dtype, device=parameter.device))
     made.grad = torch.zeros_like(made)
     return made
 
@@ -117,7 +118,8 @@ def _tiny_state(states: Mapping[Any, dict[str, Any]], parameter: torch.Tensor) -
     found = dict(states[parameter]) if parameter in states else {}
     for name, value in found.items():
         if isinstance(value, torch.Tensor):
-            found[name] = value.detach().flatten()[:4].clone() if value.shape == parameter.shape else value.clone()
+            here = local_part(value.detach())
+            found[name] = here.flatten()[:4].clone() if value.shape == parameter.shape else here.clone()
     return found
 
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from autoaccum.levers.base import AbstractLever, Subject
 from autoaccum.records import Levers
+from autoaccum.shards import is_sharded
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _AUTOCASTING = ("cpu", "cuda", "xpu", "mps")
@@ -38,6 +39,8 @@ class Precision(AbstractLever):
             return "no weight is a real floating-point number"
         if torch.float32 not in low:
             return f"the weights are {', '.join(sorted(map(str, low)))}, which is what the caller uses already"
+        if level in DTYPES and is_sharded(subject.module):
+            return "the precision of a sharded model is set by the MixedPrecisionPolicy of fully_shard"
         kind = subject.device.type
         if kind in _AUTOCASTING and torch.is_autocast_enabled(kind):
             return "autocast is on around the call, which is what the caller uses already"

@@ -559,3 +559,20 @@ def test_capacity_decides_to_the_block() -> None:
     assert attempt(peak) == peak
     with pytest.raises(torch.OutOfMemoryError):
         attempt(peak - BLOCK)
+
+
+def test_storage_that_fsdp_empties_in_place_is_not_counted() -> None:
+    """No operation tells that whole weights are freed, so it is looked for before a new peak is believed."""
+    import torch.distributed.fsdp
+
+    gathered, weights = torch.ones(4096), torch.empty(4096)
+    with StorageTracker() as tracker:
+        torch.ops.fsdp.split_with_sizes_copy(gathered, [4096], dim=0, out=[weights])
+        assert tracker.live_bytes == 2 * 16384
+        weights.untyped_storage().resize_(0)
+        kept = torch.ones(8192)
+        assert tracker.live_bytes == tracker.peak_bytes == 16384 + kept.nbytes
+        weights.untyped_storage().resize_(16384)
+        torch.ops.fsdp.split_with_sizes_copy(gathered, [4096], dim=0, out=[weights])
+        assert tracker.live_bytes == tracker.peak_bytes == 2 * 16384 + kept.nbytes
+    tracker.close()
