@@ -12,6 +12,7 @@ from autoaccum.schedule import (
     largest_divisor,
     near_divisions,
     rank_sizes,
+    refuse_indivisible,
     shares,
     smallest,
     steps_for,
@@ -85,13 +86,9 @@ def _runs(target_batch: int, world_size: int, limit: int, at_least: int, multipl
 
 def _equal_schedule(target_batch: int, of_ranks: Sequence[int], limit: int, at_least: int, multiple_of: int) -> Schedule:
     world_size = len(of_ranks)
+    refuse_indivisible(target_batch, world_size, limit, at_least=at_least, multiple_of=multiple_of)
     divisions = near_divisions(target_batch, world_size, limit, at_least=at_least, multiple_of=multiple_of)
     near = divisions_in_words(divisions, world_size)
-    if of_ranks[0] != of_ranks[-1]:
-        raise InvalidRequestError(
-            f"target_batch={target_batch} does not divide over world_size={world_size}, which equal micro-batches need; "
-            f"near targets that do: {near}."
-        )
     size = largest_divisor(of_ranks[0], limit, at_least=at_least, multiple_of=multiple_of)
     if size is None:
         raise InvalidRequestError(

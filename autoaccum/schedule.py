@@ -162,6 +162,20 @@ def divisions_in_words(divisions: Sequence[tuple[int, int, int]], world_size: in
     return ", ".join(f"{target} = {micro_batch} x {steps}{ranks}" for target, micro_batch, steps in divisions)
 
 
+def refuse_indivisible(target_batch: int, world_size: int, limit: int, *, at_least: int = 1, multiple_of: int = 1) -> None:
+    """Refuse a target that is not the same number of rows on every rank, where one size must serve.
+
+    Raises:
+        InvalidRequestError: With near targets that are, in micro-batches of at most `limit` rows.
+    """
+    if target_batch % world_size:
+        near = near_divisions(target_batch, world_size, limit, at_least=at_least, multiple_of=multiple_of)
+        raise InvalidRequestError(
+            f"target_batch={target_batch} does not divide over world_size={world_size}, which equal micro-batches need; "
+            f"near targets that do: {divisions_in_words(near, world_size)}."
+        )
+
+
 def check_target(target_batch: object, world_size: int) -> int:
     """The target as an int that every rank can take part in.
 

@@ -170,3 +170,10 @@ def test_bound_that_is_no_division_is_tried_as_well(share: int, data: st.DataObj
 def test_equal_micro_batches_leave_every_multiple_open() -> None:
     """Where one size must serve, every multiple up to the bound is a size whose limit may be asked."""
     assert list(sizes_of_use(Request(equal_micro_batches=True, multiple_of=8), 100, 50)) == [8, 16, 24, 32, 40, 48]
+
+
+def test_target_that_cannot_be_equal_on_all_ranks_is_refused_at_the_door() -> None:
+    """Before a search that could find no division, with near targets that have one."""
+    with pytest.raises(InvalidRequestError, match="252 = 2 x 18 x 7, 259 = 1 x 37 x 7, 266 = 2 x 19 x 7"):
+        checked(Request(target_batch=256, max_micro_batch=2, equal_micro_batches=True), 7)
+    assert checked(Request(target_batch=256, max_micro_batch=2), 7).target_batch == 256
