@@ -451,3 +451,106 @@ def test_way_over_from_find_executable_batch_size(make: Callable[..., Any]) -> N
         acc.step(batch)
     assert distance(after, whole_steps()) <= 2e-6
     assert len(accelerator._models) == 1
+
+
+# -- two processes
+
+TWO_RANKS = """
+import copy, datetime, os
+rank = 1 if os.fork() == 0 else 0  # before torch is there
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+dist.init_process_group("gloo", init_method="file://STORE", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+import autoaccum
+from accelerate import Accelerator
+from autoaccum.integrations.accelerate import follow_plan
+
+torch.manual_seed(0)
+data = torch.randn(24, 6), torch.randn(24, 1)
+
+class Fuse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 1)
+    def forward(self, inputs):
+        if self.training and len(inputs) > 3 - rank:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return self.last(self.first(inputs).tanh())
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+
+def loader_of(rows):
+    return DataLoader(TensorDataset(*data), batch_size=rows, drop_last=True)
+
+def distance(model):
+    ours, theirs = (torch.cat([p.detach().flatten() for p in one.parameters()]) for one in (model, whole))
+    return float((ours - theirs).norm() / theirs.norm())
+
+whole = Fuse().eval()
+optimizer = sgd(whole)
+for inputs, targets in zip(data[0].split(8), data[1].split(8)):
+    mse_loss(whole(inputs), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+accelerator = Accelerator(cpu=True)
+plain = Fuse()
+inner = sgd(plain)
+schedule = torch.optim.lr_scheduler.StepLR(inner, 100, gamma=0.5)
+model, optimizer, loader, scheduler = accelerator.prepare(plain, inner, loader_of(4), schedule)
+plan = autoaccum.autotune(model, loader, 8, loss_fn=mse_loss, optimizer=optimizer, device="virtual:1GiB", levers="none")
+acc = autoaccum.Accumulator(model, optimizer, plan=plan, loss_fn=mse_loss, scheduler=scheduler)
+steps = [acc.step(batch) for batch in loader]
+found = {
+    "processes": accelerator.num_processes,
+    "wrapped": type(model).__name__,
+    "sizes": [list(step.micro_batch_sizes) for step in steps],
+    "kept": [len(accelerator._models), len(accelerator._optimizers), len(accelerator._dataloaders)],
+    "accumulator": distance(plain),
+    "scheduler_steps": schedule.last_epoch,
+}
+
+accelerator.free_memory()
+plain = Fuse()
+model, optimizer, loader = accelerator.prepare(plain, sgd(plain), loader_of(plan.micro_batch))
+follow_plan(accelerator, plan)
+for inputs, targets in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(mse_loss(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+found["own"] = distance(plain)
+
+gathered = [None, None]
+dist.all_gather_object(gathered, found)
+dist.destroy_process_group()
+if rank:
+    os._exit(0)
+os.wait()
+answer(gathered)
+"""
+
+
+def test_two_processes_take_the_big_batchs_steps(run_child: Any, tmp_path: Any) -> None:
+    """On two gloo ranks of Accelerate, one with less room: one plan, and the weights of one process with the big batch.
+
+    By the Accumulator and by Accelerate's own accumulation. A prepared scheduler takes a step for each process, as it does
+    after every optimizer step of Accelerate's.
+    """
+    for of_rank in run_child(TWO_RANKS.replace("STORE", str(tmp_path / "store"))):
+        assert of_rank.pop("accumulator") <= 2e-6
+        assert of_rank.pop("own") <= 2e-6
+        assert of_rank == {
+            "processes": 2,
+            "wrapped": "DistributedDataParallel",
+            "sizes": [[2, 2]] * 3,
+            "kept": [1, 1, 1],
+            "scheduler_steps": 6,
+        }
