@@ -32,7 +32,9 @@ FRAMEWORKS = {
     "transformers": Framework("transformers", "5.0", "Trainer counts the labels of a window in another way", "hf"),
     "accelerate": Framework("accelerate", "0.34", "it was not tested", "accelerate"),
     "lightning": Framework("lightning", "2.6", "the callback's hooks are called in another order", "lightning"),
-    "deepspeed": Framework("deepspeed", "0.19", "there is no managed_gradient_accumulation", "deepspeed"),
+    "deepspeed": Framework(
+        "deepspeed", "0.19.4", "managed_gradient_accumulation is ignored, and step() counts", "deepspeed"
+    ),
 }
 
 
