@@ -554,3 +554,51 @@ def test_two_processes_take_the_big_batchs_steps(run_child: Any, tmp_path: Any) 
             "kept": [1, 1, 1],
             "scheduler_steps": 6,
         }
+
+
+REAL_MEMORY = """
+import copy
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+from accelerate import Accelerator
+import autoaccum
+from autoaccum.devices.cpu import CpuDevice
+
+torch.manual_seed(0)
+data = torch.randn(1536, 64), torch.randn(1536, 1)
+blocks = [nn.Sequential(nn.Linear(64, 4096), nn.Tanh(), nn.Linear(4096, 64)) for _ in range(12)]
+model = nn.Sequential(*blocks, nn.Linear(64, 1))
+whole = copy.deepcopy(model)
+def sgd(of):
+    return torch.optim.SGD(of.parameters(), lr=0.03, momentum=0.9)
+
+accelerator, device = Accelerator(cpu=True), CpuDevice()
+prepared, optimizer, loader = accelerator.prepare(model, sgd(model), DataLoader(TensorDataset(*data), batch_size=512))
+resident = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")) * 1024
+plan = autoaccum.autotune(prepared, loader, 512, loss_fn=mse_loss, optimizer=optimizer, levers="none",
+                          budget=resident + 128 * 2**20)
+acc = autoaccum.Accumulator(prepared, optimizer, plan=plan, loss_fn=mse_loss)
+with device.watched([]) as watch:
+    replays = sum(acc.step(batch).replays for batch in loader)
+optimizer = sgd(whole)
+for inputs, targets in zip(data[0].split(512), data[1].split(512)):
+    mse_loss(whole(inputs), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+ours, theirs = (torch.cat([p.detach().flatten() for p in one.parameters()]) for one in (model, whole))
+answer([plan.limited_by, plan.accumulation_steps, replays, watch.peak_bytes - plan.budget_bytes,
+        float((ours - theirs).norm() / theirs.norm())])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(__import__("sys").platform != "linux", reason="the resident peak is read on Linux only")
+def test_tuned_and_trained_inside_real_memory(run_child: Any) -> None:
+    """128 MiB more than the process holds: the plan found there trains inside of it, with the big batch's weights."""
+    limited_by, steps, replays, above_bytes, error = run_child(REAL_MEMORY)
+    assert (limited_by, replays) == ("memory", 0)
+    assert steps > 1
+    assert above_bytes <= 0
+    assert error <= 2e-6
