@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoaccum.errors import InvalidRequestError
-from autoaccum.integrations.carrying import refuse_uneven, warn_of_levers
+from autoaccum.integrations.carrying import refuse_early, refuse_uneven, warn_of_levers
 from autoaccum.integrations.frameworks import framework
 from autoaccum.plan import Plan
 
@@ -32,7 +32,8 @@ def accelerator_kwargs(plan: Plan) -> dict[str, Any]:
         `gradient_accumulation_plugin`, and `mixed_precision` where the plan turns that.
 
     Raises:
-        InvalidRequestError: When `accelerator.accumulate` could not train this plan exactly; with near targets.
+        InvalidRequestError: When `accelerator.accumulate` could not train this plan exactly, with near targets; when there
+            are several ranks and the search was made for one, before they knew of each other.
         MissingExtraError: When Accelerate is not installed, or too old.
 
     Leaves behind:
@@ -47,6 +48,7 @@ def accelerator_kwargs(plan: Plan) -> dict[str, Any]:
     """
     accelerate = framework("accelerate")
     refuse_uneven(plan, "accelerator.accumulate", _REMEDY)
+    refuse_early(plan, "make the Accelerator before the search, and call follow_plan(accelerator, plan).")
     warn_of_levers(plan, _PRECISIONS)
     plugin = accelerate.utils.GradientAccumulationPlugin(num_steps=plan.accumulation_steps, sync_with_dataloader=False)
     precision = {"mixed_precision": plan.levers.precision} if plan.levers.precision in _PRECISIONS else {}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+
+import torch.distributed as dist
 
 from autoaccum.errors import InvalidRequestError
 from autoaccum.plan import Plan
@@ -40,6 +43,24 @@ def refuse_uneven(plan: Plan, receiver: str, remedy: str) -> None:
         f"would train another batch. Tune with equal_micro_batches=True and a target that divides: "
         f"{divisions_in_words(found, plan.world_size)}. Or {remedy}"
     )
+
+
+def refuse_early(plan: Plan, remedy: str) -> None:
+    """Refuse a plan for one rank where there are several: it was made before they knew of each other.
+
+    Args:
+        plan: Of any number of ranks.
+        remedy: What to do before the search, after a semicolon.
+
+    Raises:
+        InvalidRequestError: With the number of ranks that there are.
+    """
+    known = dist.is_available() and dist.is_initialized()
+    ranks = dist.get_world_size() if known else int(os.environ.get("WORLD_SIZE") or 1)  # set by all launchers
+    if plan.world_size == 1 < ranks:
+        raise InvalidRequestError(
+            f"the plan is for world_size=1 and there are {ranks} ranks, each of which would take the whole batch; {remedy}"
+        )
 
 
 def warn_of_levers(plan: Plan, precisions: tuple[str, ...]) -> None:

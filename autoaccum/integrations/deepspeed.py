@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoaccum.errors import InvalidRequestError
-from autoaccum.integrations.carrying import refuse_uneven, warn_of_levers
+from autoaccum.integrations.carrying import refuse_early, refuse_uneven, warn_of_levers
 from autoaccum.plan import Plan
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _CASTING = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # blocks that cast the weights, by the precision they mean
+_SHARING = ("tensor_parallel", "sequence_parallel_size")  # with these several ranks have one share of the batch
 _REMEDY = "train without its engine, by autoaccum.Accumulator(model, optimizer, plan=plan)."
 
 
@@ -25,7 +26,7 @@ def deepspeed_config(plan: Plan, config: Mapping[str, Any] | None = None) -> dic
     ranks; DeepSpeed itself rounds down what is missing. The loader yields `plan.micro_batch` rows on each rank, and the loss
     is a mean over rows. By default the engine counts: `engine.step()` follows every `engine.backward(loss)`. With
     `"managed_gradient_accumulation": False` in `config` it does not: `engine.step()` follows after
-    `plan.accumulation_steps` of them.
+    `plan.accumulation_steps` of them. (DeepSpeed before 0.19.4 ignores that key, and counts.)
 
     Precision becomes `torch_autocast`, which is what was measured: weights stay float32. (ZeRO over several ranks exchanges
     gradients of linear layers and convolutions in that type.) A `bf16` or `fp16` block casts the weights, and stays where
@@ -45,7 +46,8 @@ def deepspeed_config(plan: Plan, config: Mapping[str, Any] | None = None) -> dic
 
     Raises:
         InvalidRequestError: When two numbers could not say the plan without rounding, with near targets; when the config has
-            other batch numbers or another precision, naming both.
+            other batch numbers or another precision, naming both; when there are several ranks and the search was made for
+            one, before they knew of each other.
 
     Leaves behind:
         Nothing; the config is not changed. Levers that are left are logged as a warning.
@@ -59,6 +61,8 @@ def deepspeed_config(plan: Plan, config: Mapping[str, Any] | None = None) -> dic
     if not (config is None or isinstance(config, Mapping)):
         raise InvalidRequestError(f"config is a {type(config).__name__}; expected a dict: json.load the file first.")
     refuse_uneven(plan, "DeepSpeed", _REMEDY)
+    if not set(_SHARING) & set(config or ()):
+        refuse_early(plan, "call deepspeed.init_distributed() before the search, and tune on every rank.")
     made = copy.deepcopy(dict(config or {}))
     numbers = {
         "train_batch_size": plan.target_batch,

@@ -109,6 +109,14 @@ def test_numbers_that_disagree_are_refused_naming_both() -> None:
     assert "world_size=8" in str(caught.value)
 
 
+def test_search_before_the_ranks_knew_of_each_other_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of ranks was read as 1 too early; where ranks share a batch it may be 1 all the same."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(InvalidRequestError, match=r"there are 8 ranks.*deepspeed\.init_distributed\(\) before the search"):
+        deepspeed_config(plan_of(64, 1, 4))
+    assert deepspeed_config(plan_of(64, 1, 4), {"tensor_parallel": {"autotp_size": 8}})["train_batch_size"] == 64
+
+
 def test_path_is_not_a_config() -> None:
     """A file has to be read first."""
     with pytest.raises(InvalidRequestError, match=r"config is a str; expected a dict: json\.load"):
