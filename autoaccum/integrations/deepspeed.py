@@ -32,7 +32,7 @@ def deepspeed_config(plan: Plan, config: Mapping[str, Any] | None = None) -> dic
     gradients of linear layers and convolutions in that type.) A `bf16` or `fp16` block casts the weights, and stays where
     the config has it. No other lever has a word there that means the same: `activation_checkpointing` is about calls of
     `deepspeed.checkpointing`, and offload moves optimizer state and weights, not activations. Run the loop inside
-    `plan.applied(module)` for those.
+    `plan.applied(module, optimizer)` for those.
 
     The memory was measured without the engine. ZeRO's partitions need less of it, its buckets and casts need more.
 

@@ -30,7 +30,7 @@ class Framework(NamedTuple):
 
 FRAMEWORKS = {
     "transformers": Framework("transformers", "5.0", "Trainer counts the labels of a window in another way", "hf"),
-    "accelerate": Framework("accelerate", "0.34", "it was not tested", "accelerate"),
+    "accelerate": Framework("accelerate", "0.21", "every end of the data cuts a window short", "accelerate"),
     "lightning": Framework("lightning", "2.6", "the callback's hooks are called in another order", "lightning"),
     "deepspeed": Framework(
         "deepspeed", "0.19.4", "managed_gradient_accumulation is ignored, and step() counts", "deepspeed"

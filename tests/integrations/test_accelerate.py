@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 import autoaccum
 from autoaccum import Accumulator, InvalidRequestError, Plan
@@ -160,6 +160,25 @@ def test_subset_of_a_prepared_loader_is_seen(make: Callable[..., Any]) -> None:
     loader = make().prepare(loader_of(4, sampler=SubsetRandomSampler([1, 5, 7])))
     result = autoaccum.probe(Fuse(), loader, loss_fn=mse_loss, device="virtual:1GiB")
     assert (result.max_micro_batch, result.limited_by) == (3, "data")
+
+
+class Stream(IterableDataset[Any]):
+    """Rows in order, of which nobody knows how many there are."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(TensorDataset(*DATA))
+
+
+def test_prepared_stream_is_looked_at_and_trained_from(make: Callable[..., Any]) -> None:
+    """Data without a length, whose loader Accelerate replaces by one that reads for all processes."""
+    plain = Fuse(limit=3)
+    model, optimizer, loader = make().prepare(
+        plain, SGD(plain.parameters(), lr=0.3, momentum=0.9), DataLoader(Stream(), batch_size=8)
+    )
+    plan = autoaccum.autotune(model, loader, 8, loss_fn=mse_loss, optimizer=optimizer, device="virtual:1GiB", levers="none")
+    acc = Accumulator(model, optimizer, plan=plan, loss_fn=mse_loss)
+    assert [acc.step(batch).micro_batch_sizes for batch in loader] == [(3, 3, 2)] * 3
+    assert distance(plain, whole_steps()) <= 2e-6
 
 
 def test_mixed_precision_of_a_prepared_model_is_the_baseline(make: Callable[..., Any]) -> None:
