@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -380,7 +381,7 @@ def test_anything_but_a_plan_is_refused() -> None:
 
 def test_missing_accelerate_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the pip command."""
-    monkeypatch.setitem(__import__("sys").modules, "accelerate", None)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(MissingExtraError, match=r'python -m pip install "autoaccum\[accelerate\]"'):
         accelerator_kwargs(plan_of(8, 2))
 
@@ -557,6 +558,7 @@ answer(gathered)
 """
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="the second process is forked")
 def test_two_processes_take_the_big_batchs_steps(run_child: Any, tmp_path: Any) -> None:
     """On two gloo ranks of Accelerate, one with less room: one plan, and the weights of one process with the big batch.
 
@@ -613,7 +615,7 @@ answer([plan.limited_by, plan.accumulation_steps, replays, watch.peak_bytes - pl
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(__import__("sys").platform != "linux", reason="the resident peak is read on Linux only")
+@pytest.mark.skipif(sys.platform != "linux", reason="the resident peak is read on Linux only")
 def test_tuned_and_trained_inside_real_memory(run_child: Any) -> None:
     """128 MiB more than the process holds: the plan found there trains inside of it, with the big batch's weights."""
     limited_by, steps, replays, above_bytes, error = run_child(REAL_MEMORY)
