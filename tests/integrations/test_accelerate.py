@@ -123,7 +123,9 @@ def test_search_leaves_the_accelerator_as_it_was(make: Callable[..., Any]) -> No
         accelerator.backward(mse_loss(model(DATA[0][:2]), DATA[1][:2]))
     before, weights, groups = lists_of(accelerator), copy.deepcopy(plain.state_dict()), inner.param_groups
     gradients = [parameter.grad for parameter in plain.parameters()]
-    autoaccum.autotune(model, loader, 8, loss_fn=mse_loss, optimizer=optimizer, device="virtual:1GiB")
+    autoaccum.autotune(
+        model, loader, 8, loss_fn=mse_loss, optimizer=optimizer, device="virtual:1GiB", levers="exact", time_budget_s=1
+    )
     assert lists_of(accelerator) == before
     assert before[4:] == [1, False, 4]
     assert all(torch.equal(weights[name], value) for name, value in plain.state_dict().items())
@@ -558,6 +560,7 @@ answer(gathered)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="the second process is forked")
 def test_two_processes_take_the_big_batchs_steps(run_child: Any, tmp_path: Any) -> None:
     """On two gloo ranks of Accelerate, one with less room: one plan, and the weights of one process with the big batch.
