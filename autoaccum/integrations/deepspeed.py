@@ -15,6 +15,7 @@ from autoaccum.plan import Plan
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _CASTING = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # blocks that cast the weights, by the precision they mean
+_SPELLINGS = {"bf16": ("bf16", "bfloat16", "torch.bfloat16"), "fp16": ("fp16", "float16", "torch.float16", "half")}
 _SHARING = ("tensor_parallel", "sequence_parallel_size")  # with these several ranks have one share of the batch
 _REMEDY = "train without its engine, by autoaccum.Accumulator(model, optimizer, plan=plan)."
 
@@ -86,7 +87,7 @@ def _precision(plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     blocks = {name: config[name] for name in ("torch_autocast", *_CASTING) if _is_on(config.get(name))}
     had = {name: _CASTING.get(name, str(block.get("dtype"))) for name, block in blocks.items()}
-    differing = [name for name, precision in had.items() if precision not in (wanted, _DTYPES[wanted], None)]
+    differing = [name for name, precision in had.items() if precision not in _SPELLINGS[wanted]]
     if differing:
         raise InvalidRequestError(
             f"the config enables {differing[0]} ({had[differing[0]]}) and the plan turns precision to {wanted}; remove the "
