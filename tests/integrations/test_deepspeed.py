@@ -132,7 +132,14 @@ def test_precision_is_autocast(precision: str, dtype: str) -> None:
     assert precision not in config
 
 
-@pytest.mark.parametrize("block", [{"bf16": {"enabled": True}}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}])
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"bf16": {"enabled": True}},
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        {"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}},
+    ],
+)
 def test_precision_that_the_config_has_stays(block: dict[str, Any]) -> None:
     """One block for it is enough."""
     assert deepspeed_config(plan_of(64, 1, 4, precision="bf16"), block).keys() - AUTO.keys() == block.keys()
