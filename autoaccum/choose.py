@@ -10,10 +10,12 @@ import msgspec
 from autoaccum.errors import InvalidRequestError
 from autoaccum.records import Evidence, LimitedBy, OutOfMemory, PlanRecord, Record, Refused, Trial
 from autoaccum.schedule import (
+    divisions_in_words,
     largest_divisor,
-    near_targets,
+    near_divisions,
     proportional_sizes,
     rank_sizes,
+    refuse_indivisible,
     shares,
     smallest,
     split_rows,
@@ -111,17 +113,10 @@ def _runs(target_batch: int, world_size: int, limit: int, at_least: int, multipl
 
 def _equal_schedule(target_batch: int, of_ranks: Sequence[int], limit: int, at_least: int, multiple_of: int) -> Schedule:
     world_size = len(of_ranks)
-    if of_ranks[0] != of_ranks[-1]:
-        below, above = target_batch // world_size * world_size, -(-target_batch // world_size) * world_size
-        raise InvalidRequestError(
-            f"target_batch={target_batch} does not divide over world_size={world_size}, which equal micro-batches need; "
-            f"use {below} or {above}."
-        )
+    refuse_indivisible(target_batch, world_size, limit, at_least=at_least, multiple_of=multiple_of)
+    divisions = near_divisions(target_batch, world_size, limit, at_least=at_least, multiple_of=multiple_of)
+    near = divisions_in_words(divisions, world_size)
     size = largest_divisor(of_ranks[0], limit, at_least=at_least, multiple_of=multiple_of)
-    near = ", ".join(
-        f"{share * world_size} = {micro_batch} x {steps}" + (f" x {world_size}" if world_size > 1 else "")
-        for share, micro_batch, steps in near_targets(of_ranks[0], limit, at_least=at_least, multiple_of=multiple_of)
-    )
     if size is None:
         raise InvalidRequestError(
             f"target_batch={target_batch} has no equal division into micro-batches of {at_least} to {limit} rows"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from autoaccum.errors import InvalidRequestError
 
 _ENGINES = {
-    "DeepSpeedEngine": "its engine owns the gradients and steps them itself; give it the plan's numbers "
-    "(train_micro_batch_size_per_gpu, gradient_accumulation_steps) instead.",
+    "DeepSpeedEngine": "its engine owns the gradients and steps them itself. Tune the module before deepspeed.initialize, "
+    "and give it the plan's numbers (train_micro_batch_size_per_gpu, gradient_accumulation_steps) by "
+    "autoaccum.integrations.deepspeed.deepspeed_config(plan).",
     "FullyShardedDataParallel": "FSDP1 keeps flat parameters that cannot be accumulated from outside; "
     "use torch.distributed.fsdp.fully_shard (FSDP2).",
 }
@@ -44,42 +46,68 @@ def _refuse_own_backward(parts: Iterable[object]) -> None:
                 )
 
 
-def refuse_own_scaling(optimizer: Optimizer) -> None:
-    """Refuse an optimizer of a framework that would divide gradients by a scale that nobody multiplied them with.
+def refuse_own_scaling(optimizer: Any) -> None:
+    """Refuse an optimizer of Lightning that would divide gradients by a scale that nobody multiplied them with.
 
     Raises:
         InvalidRequestError: With the remedy.
     """
-    strategy = getattr(optimizer, "_strategy", None) if _is_of_lightning(optimizer) else None
+    is_of_lightning = any(kind.__name__ in ("LightningOptimizer", "_FabricOptimizer") for kind in type(optimizer).__mro__)
+    strategy = getattr(optimizer, "_strategy", None) if is_of_lightning else None
     if getattr(getattr(strategy, "precision_plugin", getattr(strategy, "precision", None)), "scaler", None) is not None:
         raise InvalidRequestError(
             "the optimizer was set up by Lightning for fp16 and has a gradient scaler of its own; pass optimizer.optimizer "
             "and scaler=torch.amp.GradScaler()."
         )
-    if _is_accelerated(optimizer) and getattr(optimizer, "scaler", None) is not None:
+
+
+def own_optimizer(optimizer: Any) -> Any:
+    """What really steps: the optimizer inside of one that Accelerate has prepared, else the one given.
+
+    The wrapper leaves steps out while Accelerate accumulates, and hands what is set on a copy of it to the original.
+    """
+    while _is_accelerated(optimizer, "AcceleratedOptimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def own_scheduler(scheduler: Any) -> Any:
+    """The scheduler inside of one that Accelerate has prepared, else the one given."""
+    return scheduler.scheduler if _is_accelerated(scheduler, "AcceleratedScheduler") else scheduler
+
+
+def own_scaler(optimizer: Any, scaler: torch.amp.GradScaler | None) -> torch.amp.GradScaler | None:
+    """The gradient scaler that Accelerate has put into an optimizer it prepared for fp16, else the one given.
+
+    Raises:
+        InvalidRequestError: When both are there, and are not the same.
+    """
+    prepared = optimizer.scaler if _is_accelerated(optimizer, "AcceleratedOptimizer") else None
+    if prepared is not None and scaler is not None and scaler is not prepared:
         raise InvalidRequestError(
-            "the optimizer was prepared by Accelerate for fp16 and has a gradient scaler of its own; "
-            "pass optimizer.optimizer and scaler=optimizer.scaler."
+            "the optimizer was prepared by Accelerate for fp16 with a gradient scaler of its own, and scaler= is another "
+            "one; leave scaler= out."
         )
+    return scaler if prepared is None else prepared
 
 
-def refuse_deferred_step(optimizer: Optimizer) -> None:
-    """Refuse a step that Accelerate would leave out without a word, inside its own accumulation.
+def refuse_deferred_step(*prepared: Any) -> None:
+    """Refuse a window that Accelerate would take for a part of its own accumulation.
+
+    Args:
+        prepared: The optimizer and the scheduler as they were given.
 
     Raises:
         InvalidRequestError: With the remedy.
     """
-    state = getattr(optimizer, "gradient_state", None) if _is_accelerated(optimizer) else None
-    if state is not None and not state.sync_gradients:
+    accelerated = [part for part in prepared if _is_accelerated(part, "AcceleratedOptimizer", "AcceleratedScheduler")]
+    if not all(part.gradient_state.sync_gradients for part in accelerated):
         raise InvalidRequestError(
-            "inside accelerator.accumulate(), optimizers of Accelerate do not step; take the window outside of it: the "
-            "whole accumulation happens here."
+            "accelerator.sync_gradients is False: inside accelerator.accumulate(), or after one that ended in the middle of "
+            "a window, optimizers and schedulers of Accelerate do not step. Take the window outside of it: the whole "
+            "accumulation happens here."
         )
 
 
-def _is_of_lightning(optimizer: Optimizer) -> bool:
-    return any(kind.__name__ in ("LightningOptimizer", "_FabricOptimizer") for kind in type(optimizer).__mro__)
-
-
-def _is_accelerated(optimizer: Optimizer) -> bool:
-    return any(kind.__name__ == "AcceleratedOptimizer" for kind in type(optimizer).__mro__)
+def _is_accelerated(part: Any, *names: str) -> bool:
+    return any(kind.__name__ in names and kind.__module__.split(".")[0] == "accelerate" for kind in type(part).__mro__)

@@ -173,7 +173,10 @@ class Accumulation:
         seen = self._witness
         if seen is None:
             if self._sparse is None and self.parameters and self.parameters[0].grad is not None:
-                raise InvalidRequestError(f"the training step has run backward itself; {_OURS}")
+                raise InvalidRequestError(
+                    "the training step has run backward itself (loss.backward(), or accelerator.backward(loss), which also "
+                    f"divides by gradient_accumulation_steps); {_OURS}"
+                )
             return
         if seen.parameter._version != seen.version:
             raise InvalidRequestError(f"the training step has changed the parameters, as optimizer.step() does; {_OURS}")

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoaccum.choose import sizes_of
+from autoaccum.engines import own_optimizer
 from autoaccum.errors import InvalidRequestError
 from autoaccum.levers import Subject, applied, autocast_for
 from autoaccum.records import PlanRecord, from_json, to_json
@@ -121,7 +122,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, tag_field="record", tag="autoa
             ...     model(torch.randn(2, 4)).mean().backward()
         """
         module = unwrapped(model)
-        with applied(self.levers, Subject(module, next(module.parameters()).device, optimizer)):
+        with applied(self.levers, Subject(module, next(module.parameters()).device, own_optimizer(optimizer))):
             yield
 
     def autocast(self) -> torch.autocast:

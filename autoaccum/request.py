@@ -8,7 +8,7 @@ from typing import Any, Literal
 from autoaccum.errors import InvalidRequestError
 from autoaccum.levers import check_asked
 from autoaccum.records import LimitedBy, Record
-from autoaccum.schedule import check_target, ladder, whole_number
+from autoaccum.schedule import check_target, ladder, refuse_indivisible, whole_number
 
 ROWS_WITHOUT_BOUND = 1_048_576  # where nothing bounds the search: 2**20 rows
 
@@ -47,6 +47,9 @@ def checked(request: Request, world_size: int) -> Request:
     largest = request.max_micro_batch
     if largest is not None:
         largest = whole_number(largest, "max_micro_batch", "rows of the largest micro-batch to try")
+    multiple_of = whole_number(request.multiple_of, "multiple_of", "what micro-batches are to be multiples of")
+    if request.equal_micro_batches and target is not None:  # before a search that would find no division
+        refuse_indivisible(target, world_size, largest or -(-target // world_size), multiple_of=multiple_of)
     check_asked(request.levers)
     if request.objective not in ("throughput", "memory"):
         raise InvalidRequestError(f'objective={request.objective!r} is unknown; expected "throughput" or "memory".')
@@ -63,7 +66,7 @@ def checked(request: Request, world_size: int) -> Request:
         levers=request.levers,
         objective=request.objective,
         max_micro_batch=largest,
-        multiple_of=whole_number(request.multiple_of, "multiple_of", "what micro-batches are to be multiples of"),
+        multiple_of=multiple_of,
         equal_micro_batches=bool(request.equal_micro_batches),
         shares=request.shares,
         time_budget_s=limit,

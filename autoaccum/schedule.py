@@ -207,6 +207,54 @@ def near_targets(share: int, limit: int, *, at_least: int = 1, multiple_of: int 
     return tuple((other, size, other // size) for other, size in sizes.items() if size is not None)
 
 
+def near_divisions(
+    target_batch: int, world_size: int, limit: int, *, at_least: int = 1, multiple_of: int = 1
+) -> tuple[tuple[int, int, int], ...]:
+    """Targets close to this one that are the same micro-batches on every rank: (target, micro_batch, steps).
+
+    Where the target divides over the ranks, `near_targets` of a rank's share, nearest first. Else, ascending, the next ones
+    that do, however small their micro-batches, and those that divide well.
+
+    Example:
+        >>> near_divisions(256, 7, 2)
+        ((252, 2, 18), (259, 1, 37), (266, 2, 19))
+    """
+    below, rest = divmod(target_batch, world_size)
+    found = near_targets(below + (rest > 0), limit, at_least=at_least, multiple_of=multiple_of)
+    if rest:
+        sizes = {
+            share: largest_divisor(share, limit, at_least=at_least, multiple_of=multiple_of) for share in (below, below + 1)
+        }
+        next_ones = [(share, size, share // size) for share, size in sizes.items() if size is not None]
+        found = tuple(sorted({*found, *next_ones}))
+    return tuple((share * world_size, micro_batch, steps) for share, micro_batch, steps in found)
+
+
+def divisions_in_words(divisions: Sequence[tuple[int, int, int]], world_size: int) -> str:
+    """Near targets as products: of micro-batch, steps and, where there are several, ranks.
+
+    Example:
+        >>> divisions_in_words(((252, 2, 18), (259, 1, 37)), 7)
+        '252 = 2 x 18 x 7, 259 = 1 x 37 x 7'
+    """
+    ranks = f" x {world_size}" if world_size > 1 else ""
+    return ", ".join(f"{target} = {micro_batch} x {steps}{ranks}" for target, micro_batch, steps in divisions)
+
+
+def refuse_indivisible(target_batch: int, world_size: int, limit: int, *, at_least: int = 1, multiple_of: int = 1) -> None:
+    """Refuse a target that is not the same number of rows on every rank, where one size must serve.
+
+    Raises:
+        InvalidRequestError: With near targets that are, in micro-batches of at most `limit` rows.
+    """
+    if target_batch % world_size:
+        near = near_divisions(target_batch, world_size, limit, at_least=at_least, multiple_of=multiple_of)
+        raise InvalidRequestError(
+            f"target_batch={target_batch} does not divide over world_size={world_size}, which equal micro-batches need; "
+            f"near targets that do: {divisions_in_words(near, world_size)}."
+        )
+
+
 def check_target(target_batch: object, world_size: int) -> int:
     """The target as an int that every rank can take part in.
 

@@ -21,6 +21,7 @@ from autoaccum.batches.layout import BatchDim, shared_second_dim
 from autoaccum.batches.sources import AbstractSource, BatchSource, SplitFn, source_of
 from autoaccum.batches.structure import tensors_in
 from autoaccum.batches.weights import Tokens, Weigher
+from autoaccum.engines import own_optimizer, refuse_engines
 from autoaccum.errors import InvalidRequestError
 from autoaccum.losses import LossFn, MicroBatchLoss, TrainingStep
 from autoaccum.preserve import random_states_kept
@@ -75,13 +76,14 @@ class Workload:
             raise InvalidRequestError(f"split={split!r} cannot be called; expected a function.")
         self.weigher = Weigher(weight, None if training_step is not None else loss_fn)
         self.batch_dim, self.split = batch_dim, split
+        refuse_engines(model)
         self.model = model
         self.module = unwrapped(model)
         single_device(self.module, meta_allowed=True)
         self.weight = weight
         self.warnings: list[str] = []
         self.loss = MicroBatchLoss(self.module, loss_fn, training_step, warn=self.warn)
-        self._optimizer = checked_optimizer(optimizer, self.module)
+        self._optimizer = checked_optimizer(own_optimizer(optimizer), self.module)
         with random_states_kept():
             self.source: AbstractSource = source_of(sample, batch_dim, split)
         if isinstance(self.source, BatchSource):

@@ -50,7 +50,7 @@ def test_equal_schedule_is_one_size_or_refused(target: int, world_size: int, lim
 
 def test_shares_that_differ_cannot_be_equal() -> None:
     """A target that does not divide over the ranks is refused where sizes must be equal, naming those that do."""
-    with pytest.raises(InvalidRequestError, match="use 8 or 10"):
+    with pytest.raises(InvalidRequestError, match="near targets that do: 8 = 4 x 1 x 2, 10 = 1 x 5 x 2"):
         schedule_for(9, 2, 4, equal=True)
 
 

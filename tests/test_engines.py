@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
 
-from autoaccum import Accumulator
-from autoaccum.engines import refuse_deferred_step, refuse_engines, refuse_own_scaling
+from autoaccum import Accumulator, Workload
+from autoaccum.engines import own_optimizer, own_scaler, own_scheduler, refuse_deferred_step, refuse_engines
 from autoaccum.errors import InvalidRequestError
 
 
@@ -39,8 +41,17 @@ def test_class_of_the_same_name_is_not_refused() -> None:
     refuse_engines(engine("DeepSpeedEngine", "mine"))
 
 
-def test_plain_optimizer_is_not_refused() -> None:
-    """An optimizer of torch steps when it is told to."""
+def test_engine_is_not_searched_either() -> None:
+    """A search would step its optimizer behind its back: refused before anything is run, with the way to tune."""
+    with pytest.raises(InvalidRequestError, match=r"Tune the module before deepspeed\.initialize.*deepspeed_config"):
+        Workload(engine("DeepSpeedEngine", "deepspeed.runtime.engine"), torch.randn(2, 2))
+
+
+def test_plain_parts_are_taken_as_they_are() -> None:
+    """An optimizer, a scheduler and a scaler of torch are what steps, and steps when it is told to."""
     optimizer = SGD(nn.Linear(2, 1).parameters(), lr=0.1)
-    refuse_own_scaling(optimizer)
-    refuse_deferred_step(optimizer)
+    scheduler, scaler = StepLR(optimizer, 1), torch.amp.GradScaler("cpu")
+    assert own_optimizer(optimizer) is optimizer
+    assert own_scheduler(scheduler) is scheduler
+    assert own_scaler(optimizer, scaler) is scaler
+    refuse_deferred_step(optimizer, scheduler, None)

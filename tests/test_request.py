@@ -185,3 +185,10 @@ def test_what_does_not_go_with_shares_in_proportion_is_named(changes: dict[str, 
     """The error names both and the way out."""
     with pytest.raises(InvalidRequestError, match=f'shares="proportional" does not go with {said}.*use shares="equal"'):
         checked(Request(**{"target_batch": 8, "shares": "proportional", **changes}), world_size=2)
+
+
+def test_target_that_cannot_be_equal_on_all_ranks_is_refused_at_the_door() -> None:
+    """Before a search that could find no division, with near targets that have one."""
+    with pytest.raises(InvalidRequestError, match="252 = 2 x 18 x 7, 259 = 1 x 37 x 7, 266 = 2 x 19 x 7"):
+        checked(Request(target_batch=256, max_micro_batch=2, equal_micro_batches=True), 7)
+    assert checked(Request(target_batch=256, max_micro_batch=2), 7).target_batch == 256

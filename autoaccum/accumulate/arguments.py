@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from autoaccum.batches.layout import BatchDim
 from autoaccum.batches.slicing import CostFn, Slicer
 from autoaccum.batches.sources import SplitFn
+from autoaccum.engines import own_scheduler
 from autoaccum.errors import InvalidRequestError
 from autoaccum.plan import Plan
 from autoaccum.records import PlanRecord
@@ -80,7 +81,7 @@ def check_options(scaler: object, max_grad_norm: object, scheduler: object, on_o
     number = isinstance(max_grad_norm, (int, float)) and not isinstance(max_grad_norm, bool) and isfinite(max_grad_norm)
     if max_grad_norm is not None and not (number and float(max_grad_norm) > 0):  # type: ignore[arg-type]
         raise InvalidRequestError(f"max_grad_norm={max_grad_norm!r} is not possible; expected a finite number above 0.")
-    if isinstance(scheduler, ReduceLROnPlateau):
+    if isinstance(own_scheduler(scheduler), ReduceLROnPlateau):
         raise InvalidRequestError(
             "ReduceLROnPlateau needs a metric for its step; leave scheduler= out and call it yourself, with step.loss or a "
             "validation loss."

@@ -122,7 +122,7 @@ class Run:
         training = self.training
         if self._share is None:
             training.refuse_broken()
-            refuse_deferred_step(training.optimizer)
+            refuse_deferred_step(*training.given)
             refuse_present(self._parameters)
             self._share = training.slicer.share(self._batch)
             training.rewinder.mark()

@@ -17,7 +17,7 @@ from autoaccum.batches.sources import SplitFn
 from autoaccum.batches.weights import Weigher
 from autoaccum.caps import Caps
 from autoaccum.devices import device_for
-from autoaccum.engines import refuse_engines, refuse_own_scaling
+from autoaccum.engines import own_optimizer, own_scaler, refuse_engines, refuse_own_scaling
 from autoaccum.errors import InvalidRequestError, RankMismatchError
 from autoaccum.gradients import Backward
 from autoaccum.levers import under_autocast
@@ -59,11 +59,13 @@ class Training:
         module = unwrapped(model)
         if isinstance(model, nn.DataParallel):
             module = model  # spreads a micro-batch over several devices in its own forward
+        self.given = (optimizer, scheduler)  # as a framework has prepared them
+        refuse_own_scaling(optimizer)
+        scaler, optimizer = own_scaler(optimizer, scaler), own_optimizer(optimizer)
         if not isinstance(checked_optimizer(optimizer, module), Optimizer):
             raise InvalidRequestError(
                 f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer over model.parameters()."
             )
-        refuse_own_scaling(optimizer)
         refuse_wrapped(model, process_group)
         check_options(scaler, max_grad_norm, scheduler, on_oom, split)
         self.model, self.module, self.optimizer, self.plan = model, module, optimizer, plan

@@ -324,8 +324,15 @@ def _source_of_loader(loader: DataLoader[Any], batch_dim: BatchDim, split: Split
             raise InvalidRequestError("the sample is an empty data set; expected at least one batch.")
         largest = collate(largest)
         return SplitSource(largest, split, batch_dim) if split is not None else BatchSource(largest, batch_dim)
-    indices = list(loader.sampler.indices) if isinstance(loader.sampler, SubsetRandomSampler) else None
+    sampler = _sampler_of(loader)
+    indices = list(sampler.indices) if isinstance(sampler, SubsetRandomSampler) else None
     return ItemSource(loader.dataset, collate, batch_dim, split, indices)
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    """What draws the rows: a batch sampler that was given has its own, inside of another one that divides it over ranks."""
+    batches = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
+    return getattr(batches, "sampler", loader.sampler)
 
 
 def _ready_batches(loader: DataLoader[Any]) -> Iterator[Any]:

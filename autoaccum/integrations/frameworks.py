@@ -30,9 +30,11 @@ class Framework(NamedTuple):
 
 FRAMEWORKS = {
     "transformers": Framework("transformers", "5.0", "Trainer counts the labels of a window in another way", "hf"),
-    "accelerate": Framework("accelerate", "1.15", "prepared objects keep their accumulation state elsewhere", "accelerate"),
+    "accelerate": Framework("accelerate", "0.21", "every end of the data cuts a window short", "accelerate"),
     "lightning": Framework("lightning", "2.4", "it needs pkg_resources, which setuptools has dropped", "lightning"),
-    "deepspeed": Framework("deepspeed", "0.19", "there is no managed_gradient_accumulation", "deepspeed"),
+    "deepspeed": Framework(
+        "deepspeed", "0.19.4", "managed_gradient_accumulation is ignored, and step() counts", "deepspeed"
+    ),
 }
 
 

@@ -44,6 +44,8 @@ class Precision(AbstractLever):
         kind = subject.device.type
         if kind in _AUTOCASTING and torch.is_autocast_enabled(kind):
             return "autocast is on around the call, which is what the caller uses already"
+        if "_original_forward" in vars(subject.module):  # where Accelerate keeps what its autocast is around
+            return "Accelerate runs the forward pass under autocast, which is what the caller uses already"
         return _reason_of_device(level, subject.device) if subject.is_here else None
 
     @contextmanager
