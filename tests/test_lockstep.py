@@ -226,14 +226,12 @@ def test_search_says_that_it_has_no_prediction(searches: Answers) -> None:
 
 @pytest.mark.slow
 def test_levers_that_do_not_go_with_shards_are_skipped(searches: Answers) -> None:
-    """Autocast and offload, with the reason; the optimizer's implementations and checkpointing are tried."""
+    """Autocast and offload, with the reason; the optimizer's implementations can be turned."""
     for answer in searches:
         skipped = answer["tuned-levers"]["skipped"]
         assert "MixedPrecisionPolicy" in skipped["precision bf16"]
         assert "FSDP frees" in skipped["offload cpu"]
         assert "optimizer_impl foreach" not in skipped
-        assert answer["tuned-levers"]["limited_by"] == "memory"
-        assert any(kind == "Fit" and size > 8 for size, kind, _ in answer["tuned-levers"]["trials"])
 
 
 def test_process_that_ends_in_a_trial_is_noticed(run: Run) -> None:
