@@ -241,7 +241,7 @@ def test_schedule_is_what_the_ranks_run(
 def test_schedules_add_up(target: int, world_size: int, limit: int, multiple_of: int) -> None:
     """Over all ranks the schedules sum to the target, with no micro-batch above the limit and equally many on each rank."""
     target, limit = max(target, world_size), max(limit, multiple_of)
-    first = autoaccum.plan.schedule_for(target, world_size, limit, multiple_of=multiple_of).sizes[0]
+    first = autoaccum.choose.schedule_for(target, world_size, limit, multiple_of=multiple_of).sizes[0]
     plan = some_plan(
         target_batch=target,
         effective_batch=target,

@@ -256,6 +256,23 @@ def test_killed_rank_is_named_by_all_others(case: str, dead: int, answers: Answe
     check_killed(answers[case], dead)
 
 
+def test_killed_rank_is_named_over_tcp(answers: Answers) -> None:
+    """Where the first rank keeps the store, as with env:// and no torchrun, and another rank is killed."""
+    check_killed(answers["killed_without_the_store"], 2)
+
+
+def test_rank_that_dies_with_the_store_is_named(answers: Answers) -> None:
+    """Where the first rank keeps the store, and is killed itself, the others say so at once."""
+    found = answers["killed_with_the_store"]
+    assert found[0] == DIED
+    assert all("rank 0 does, which then has ended or died" in text for text, _ in found[1:]), found
+
+
+def test_rank_that_keeps_the_store_leaves_last(answers: Answers) -> None:
+    """A process that ends right after its plan does not take the others' from them."""
+    assert answers["leaves_at_once"] == [3, 3]
+
+
 @pytest.mark.slow
 def test_rank_that_is_killed_later_is_named_as_well(slow_answers: Answers) -> None:
     """After some trials."""
