@@ -267,13 +267,9 @@ def few_exchanges(rank: int) -> Any:
 
 @scenario()
 def levers_by_memory(rank: int) -> Any:
-    capacities = ("virtual:768KiB", "virtual:600KiB")
-    found = []
-    for order in (1, -1):
-        device = capacities[::order][rank]
-        options = {"sample": torch.ones(4, 16), "levers": FULL, "multiple_of": 160}  # which needs checkpointing
-        found.append(facts(tune(Blocks(), 1024, device=device, **options)))
-    return found
+    device = ("virtual:768KiB", "virtual:600KiB")[rank]
+    options = {"sample": torch.ones(4, 16), "levers": FULL, "multiple_of": 160}  # which needs checkpointing
+    return facts(tune(Blocks(), 1024, device=device, **options))
 
 
 @scenario()
@@ -398,7 +394,7 @@ def other_arguments_in_three(rank: int) -> Any:
 @contextmanager
 def impatient() -> Iterator[None]:
     """With a time limit for tests."""
-    meeting.SILENT_S, meeting.ABSENT_S, meeting.BEAT_S = SILENT_S, SILENT_S, 0.2
+    meeting.SILENT_S, meeting.ABSENT_S, meeting.BEAT_S, meeting._PARTING_S = SILENT_S, SILENT_S, 0.2, 0.2
     yield
 
 
