@@ -39,7 +39,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, tag_field="record", tag="autoa
         return Plan(**{name: getattr(record, name) for name in PlanRecord.__struct_fields__})
 
     def schedule(self, rank: int) -> tuple[int, ...]:
-        """The micro-batch sizes of another rank, in rows.
+        """The micro-batch sizes of another rank, in rows; their sum is what its loader has to yield for one optimizer step.
 
         Raises:
             InvalidRequestError: When there is no such rank.

@@ -9,6 +9,7 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -40,17 +41,17 @@ HUNG, DIED = "hung", "died"
 
 
 class Scenario:
-    """A function of the rank, run by so many of them."""
+    """A function of the rank, run by so many of them; `tcp`: the first one keeps the store, as where torchrun does not."""
 
-    def __init__(self, run: Callable[[int], Any], world: int) -> None:
-        self.run, self.world = run, world
+    def __init__(self, run: Callable[[int], Any], world: int, tcp: bool) -> None:
+        self.run, self.world, self.tcp = run, world, tcp
 
 
-def scenario(world: int = 2) -> Callable[[Callable[[int], Any]], Callable[[int], Any]]:
+def scenario(world: int = 2, *, tcp: bool = False) -> Callable[[Callable[[int], Any]], Callable[[int], Any]]:
     """Register what every rank of a new group runs."""
 
     def register(run: Callable[[int], Any]) -> Callable[[int], Any]:
-        SCENARIOS[run.__name__] = Scenario(run, world)
+        SCENARIOS[run.__name__] = Scenario(run, world, tcp)
         return run
 
     return register
@@ -266,13 +267,9 @@ def few_exchanges(rank: int) -> Any:
 
 @scenario()
 def levers_by_memory(rank: int) -> Any:
-    capacities = ("virtual:768KiB", "virtual:600KiB")
-    found = []
-    for order in (1, -1):
-        device = capacities[::order][rank]
-        options = {"sample": torch.ones(4, 16), "levers": FULL, "multiple_of": 160}  # which needs checkpointing
-        found.append(facts(tune(Blocks(), 1024, device=device, **options)))
-    return found
+    device = ("virtual:768KiB", "virtual:600KiB")[rank]
+    options = {"sample": torch.ones(4, 16), "levers": FULL, "multiple_of": 160}  # which needs checkpointing
+    return facts(tune(Blocks(), 1024, device=device, **options))
 
 
 @scenario()
@@ -397,7 +394,7 @@ def other_arguments_in_three(rank: int) -> Any:
 @contextmanager
 def impatient() -> Iterator[None]:
     """With a time limit for tests."""
-    meeting.SILENT_S, meeting.ABSENT_S, meeting.BEAT_S = SILENT_S, SILENT_S, 0.2
+    meeting.SILENT_S, meeting.ABSENT_S, meeting.BEAT_S, meeting._PARTING_S = SILENT_S, SILENT_S, 0.2, 0.2
     yield
 
 
@@ -430,6 +427,21 @@ def killed_later(rank: int) -> Any:
 @scenario(world=3)
 def killed_first_rank(rank: int) -> Any:
     return killed_at(rank, 0, 2, 3)
+
+
+@scenario(world=3, tcp=True)
+def killed_with_the_store(rank: int) -> Any:
+    return killed_at(rank, 0, 2, 3)
+
+
+@scenario(world=3, tcp=True)
+def killed_without_the_store(rank: int) -> Any:
+    return killed_at(rank, 2, 2, 3)
+
+
+@scenario(tcp=True)
+def leaves_at_once(rank: int) -> Any:
+    return tune(Fuse(3)).max_micro_batch  # after which the first rank ends, and the store with it
 
 
 @scenario()
@@ -564,8 +576,10 @@ def main(folder: Path, names: list[str]) -> None:
 
 def run(name: str, wanted: Scenario, folder: Path) -> list[Any]:
     """What every rank answers; HUNG or DIED where one does not."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        method = f"tcp://127.0.0.1:{server.getsockname()[1]}" if wanted.tcp else f"file://{folder}/{name}.store"
     files = [folder / f"{name}-{rank}.json" for rank in range(wanted.world)]
-    started = {fork(name, wanted, rank, folder, files[rank]): rank for rank in range(wanted.world)}
+    started = {fork(wanted, rank, method, folder, files[rank]): rank for rank in range(wanted.world)}
     hung, until = [], time.monotonic() + PATIENCE_S
     while started:
         pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -582,7 +596,7 @@ def run(name: str, wanted: Scenario, folder: Path) -> list[Any]:
     ]
 
 
-def fork(name: str, wanted: Scenario, rank: int, folder: Path, answer: Path) -> int:
+def fork(wanted: Scenario, rank: int, method: str, folder: Path, answer: Path) -> int:
     """Start one rank; gives its process."""
     pid = os.fork()
     if pid:
@@ -591,7 +605,7 @@ def fork(name: str, wanted: Scenario, rank: int, folder: Path, answer: Path) -> 
     try:
         faulthandler.dump_traceback_later(PATIENCE_S - 5, exit=False)
         os.environ["SCENARIO_FOLDER"] = str(folder)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/{name}.store", rank=rank, world_size=wanted.world)
+        dist.init_process_group("gloo", init_method=method, rank=rank, world_size=wanted.world)
         answer.with_suffix(".new").write_text(json.dumps(wanted.run(rank)))
         answer.with_suffix(".new").rename(answer)
         status = 0

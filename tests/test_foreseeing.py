@@ -315,7 +315,7 @@ def test_known_family_is_affordable_when_time_is_up() -> None:
     with search_of(Net(8, 8), "64MiB") as search:
         foreseen = foresight_of(search)
         foreseen.raw_peak(AS_IT_IS, 8)
-        foreseen._tracing_s = 1e9
+        search.tracing_s = 1e9
         assert foreseen.is_affordable(AS_IT_IS) and not foreseen.is_affordable(FULL)
 
 
@@ -324,5 +324,5 @@ def test_family_that_differs_in_the_optimizer_alone_is_known_with_it() -> None:
     with search_of(Net(8, 8), "64MiB") as search:
         foreseen = foresight_of(search)
         foreseen.raw_peak(FULL, 8)
-        foreseen._tracing_s = 1e9
+        search.tracing_s = 1e9
         assert foreseen.is_affordable(Levers(checkpointing="full", optimizer_impl="foreach"))

@@ -129,10 +129,10 @@ def test_out_of_memory_on_either_rank_hangs_nobody(answers: Answers) -> None:
 
 
 def test_levers_are_chosen_alike_where_memory_differs(answers: Answers) -> None:
-    """With less memory on either rank, both run the same settings and choose the same, with blocks checkpointed."""
+    """With less memory on one rank, both run the same settings and choose the same, with blocks checkpointed."""
     found = answers["levers_by_memory"]
     assert found[0] == found[1]
-    assert all("checkpointing='full'" in chosen[1] for chosen in found[0])
+    assert "checkpointing='full'" in found[0][1]
 
 
 @pytest.mark.slow
@@ -254,6 +254,23 @@ def test_ranks_with_the_same_value_are_named_together(answers: Answers) -> None:
 def test_killed_rank_is_named_by_all_others(case: str, dead: int, answers: Answers) -> None:
     """Whichever rank is killed, those that are left name it soon after."""
     check_killed(answers[case], dead)
+
+
+def test_killed_rank_is_named_over_tcp(answers: Answers) -> None:
+    """Where the first rank keeps the store, as with env:// and no torchrun, and another rank is killed."""
+    check_killed(answers["killed_without_the_store"], 2)
+
+
+def test_rank_that_dies_with_the_store_is_named(answers: Answers) -> None:
+    """Where the first rank keeps the store, and is killed itself, the others say so at once."""
+    found = answers["killed_with_the_store"]
+    assert found[0] == DIED
+    assert all("rank 0 does, which then has ended or died" in text for text, _ in found[1:]), found
+
+
+def test_rank_that_keeps_the_store_leaves_last(answers: Answers) -> None:
+    """A process that ends right after its plan does not take the others' from them."""
+    assert answers["leaves_at_once"] == [3, 3]
 
 
 @pytest.mark.slow

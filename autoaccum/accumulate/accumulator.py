@@ -38,7 +38,8 @@ class Accumulator:
     Args:
         model: Called as it is; inside a DistributedDataParallel the module itself, since gradients are reduced here.
         optimizer: Over parameters of this model. What else the loss leads to receives no gradient.
-        plan: From `autotune`: its micro-batch, its schedule for a window of exactly its size, its levers.
+        plan: From `autotune`: its micro-batch, its schedule for a window of exactly its size, its levers. Made with
+            `shares="proportional"`, it may be any rank's: each rank is handed `plan.shares[rank]` rows a step.
         micro_batch: The most rows on this rank in one micro-batch. Give this or `plan`.
         loss_fn: `loss_fn(output, target)` -> scalar, for batches shaped `(input, ..., target)`.
         training_step: `training_step(model, batch)` -> scalar; wins over `loss_fn`. With neither, the model's own loss.
