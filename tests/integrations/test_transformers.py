@@ -138,6 +138,7 @@ def tuned(trainer: Any, target: int = TARGET, **changes: Any) -> Plan:
         "device": "virtual:64MiB",
         "levers": "none",
         "max_micro_batch": MICRO,
+        "multiple_of": MICRO,
         "time_budget_s": 0.01,
         "progress": False,
     }
@@ -247,3 +248,199 @@ def test_custom_loss_is_that_of_the_big_batch(kind: type[Any], tmp_path: Path) -
     corrected = any("accumulates another gradient" in text for text in plan.warnings)
     assert corrected == (kind not in (UsesCount, Sums))
     assert distance(trained(trainer), big_batch(make, tmp_path)) <= 2e-6
+
+
+@pytest.mark.parametrize("head", ["llama", "bert_classes", "vit"])
+def test_last_short_window_of_an_epoch_is_that_of_its_rows(head: str, tmp_path: Path) -> None:
+    """With 31 rows the third step sees 7 of them in micro-batches of 3, 3 and 1, and their own gradient."""
+    make = trainer_of(head, rows=2 * TARGET + 7)
+    settings = {"max_steps": -1, "num_train_epochs": 1}
+    trainer = make(arguments(tmp_path, **settings))
+    tuned(trainer)
+    assert distance(trained(trainer), big_batch(make, tmp_path, **settings)) <= 2e-6
+
+
+class Stream(IterableDataset[dict[str, Any]]):
+    """Rows without a length."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows.rows)
+
+
+def direct_gradient(model: nn.Module, rows: list[dict[str, Any]]) -> torch.Tensor:
+    """The gradient of these rows as one batch, by the model alone."""
+    model.zero_grad()
+    batch = transformers.default_data_collator(rows)
+    model(**batch).loss.backward()
+    found = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return torch.cat(found).double()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "windows"),
+    [
+        (15, [[*range(12)], [12, 13, 14, *range(9)], [*range(9, 15), *range(6)]]),
+        (6, [[*range(6), *range(6)]] * 3),
+    ],
+)
+def test_window_cut_short_by_a_stream_goes_on_in_the_next_pass(
+    num_rows: int, windows: list[list[int]], tmp_path: Path
+) -> None:
+    """Where the data has no length, no window is torn, added to the next or left out, also where a pass is shorter."""
+    model, rows = llama(), Rows(num_rows)
+    trainer = transformers.Trainer(model, arguments(tmp_path, learning_rate=0.0), train_dataset=Stream(rows))
+    tuned(trainer)
+    found = trained(trainer)
+    assert trainer.state.global_step == 3
+    assert distance(found, [direct_gradient(model, [rows[index] for index in window]) for window in windows]) <= 2e-6
+
+
+def test_empty_stream_ends_training(tmp_path: Path) -> None:
+    """A stream that has nothing left stops, as it does without tuning."""
+    rows = Rows(6)
+    trainer = transformers.Trainer(llama(), arguments(tmp_path), train_dataset=Stream(rows))
+    tuned(trainer)
+    rows.rows.clear()
+    trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_label_smoothing_is_that_of_the_big_batch(tmp_path: Path) -> None:
+    """The trainer's own label smoother is run, and steps as the big batch does."""
+    make = trainer_of("bert_masked")
+    trainer = make(arguments(tmp_path, label_smoothing_factor=0.1))
+    tuned(trainer)
+    assert distance(trained(trainer), big_batch(make, tmp_path, label_smoothing_factor=0.1)) <= 2e-6
+
+
+def test_loss_function_without_the_count_is_that_of_the_big_batch(tmp_path: Path) -> None:
+    """A `compute_loss_func` that takes a mean and ignores `num_items_in_batch` is corrected."""
+
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        return cross_entropy(outputs, labels)
+
+    make = trainer_of("bert_masked", compute_loss_func=loss)
+    trainer = make(arguments(tmp_path))
+    plan = tuned(trainer)
+    assert any("weighted by its labels other than -100" in text for text in plan.warnings)
+    assert distance(trained(trainer), big_batch(make, tmp_path)) <= 2e-6
+
+
+CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0])
+
+
+class WeighsClasses(transformers.Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        labels = inputs.pop("labels")
+        return F.cross_entropy(model(**inputs).logits, labels, weight=CLASS_WEIGHTS)
+
+
+def test_loss_over_weighted_classes_is_refused_until_its_weight_is_given(tmp_path: Path) -> None:
+    """What no known weight makes exact is refused with the numbers, and taken when the caller says what it is a mean over."""
+    make = trainer_of("bert_classes", WeighsClasses)
+    trainer = make(arguments(tmp_path))
+    with pytest.raises(InvalidRequestError, match="no known weight .*rows: .*pass weight=batch -> number"):
+        tuned(trainer)
+    plan = tuned(trainer, weight=lambda batch: CLASS_WEIGHTS[batch["labels"]].sum())
+    assert any("weighted by its the caller's weight" in text or "caller's weight" in text for text in plan.warnings)
+    assert distance(trained(trainer), big_batch(make, tmp_path)) <= 2e-6
+
+
+class ComparesRows(transformers.Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        logits = model(**{key: value for key, value in inputs.items() if key != "labels"}).logits
+        return F.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
+
+
+def test_loss_that_compares_rows_is_refused(tmp_path: Path) -> None:
+    """No accumulation of a contrastive loss is exact; it is only taken unlooked at, which the plan says."""
+    trainer = trainer_of("bert_classes", ComparesRows)(arguments(tmp_path))
+    with pytest.raises(InvalidRequestError, match="compares rows with each other"):
+        tuned(trainer)
+    assert any("check=False" in text for text in tuned(trainer, check=False).warnings)
+
+
+# -- what is left behind
+
+
+def state_of(trainer: Any) -> list[Any]:
+    """Everything that a call could change, and the next random number."""
+    named = [*trainer.model.named_parameters(), *trainer.model.named_buffers()]
+    args = trainer.args
+    return [
+        [(name, tensor.clone(), tensor.grad, tensor.requires_grad) for name, tensor in named],
+        [(name, part.training, list(vars(part)), len(part._forward_hooks)) for name, part in trainer.model.named_modules()],
+        sorted(vars(trainer)),
+        [type(callback) for callback in trainer.callback_handler.callbacks],
+        (trainer.optimizer, trainer._train_batch_size, len(trainer.accelerator._dataloaders)),
+        {name: value for name, value in vars(args).items() if isinstance(value, (int, float, str, bool, type(None)))},
+        torch.get_rng_state(),
+    ]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"bf16": True}], ids=str)
+def test_refused_trainer_is_as_it_was(settings: dict[str, Any], tmp_path: Path) -> None:
+    """After an error nothing of the trainer, its model, arguments or random numbers has changed."""
+    trainer = trainer_of("bert_classes", ComparesRows)(arguments(tmp_path, **settings))
+    before = state_of(trainer)
+    with pytest.raises(InvalidRequestError, match="compares rows"):
+        tuned(trainer)
+    assert same(before, state_of(trainer))
+
+
+def test_tuned_trainer_differs_in_its_numbers_only(tmp_path: Path) -> None:
+    """The model, the optimizer and the random numbers are as they were; the numbers and four wrappers are new."""
+    trainer = trainer_of("bert_classes")(arguments(tmp_path))
+    before = state_of(trainer)
+    tuned(trainer)
+    after = state_of(trainer)
+    assert same(before[:2], after[:2]) and same(before[6], after[6])
+    assert set(after[2]) - set(before[2]) == {
+        "train",
+        "get_train_dataloader",
+        "get_batch_samples",
+        "training_step",
+        "compute_loss",
+    }
+    changed = {name for name, value in after[5].items() if value != before[5][name]}
+    assert changed == {"per_device_train_batch_size", "gradient_accumulation_steps"}
+
+
+def test_second_tuning_replaces_the_first(tmp_path: Path) -> None:
+    """A trainer that is tuned twice has one callback, and steps as the second target's big batch does."""
+    make = trainer_of("bert_classes")
+    trainer = make(arguments(tmp_path))
+    tuned(trainer, 2 * TARGET)
+    count = len(trainer.callback_handler.callbacks)
+    tuned(trainer)
+    assert len(trainer.callback_handler.callbacks) == count
+    assert distance(trained(trainer), big_batch(make, tmp_path)) <= 2e-6
+
+
+def test_refused_second_tuning_leaves_the_first(tmp_path: Path) -> None:
+    """When tuning again fails, the trainer is tuned as before."""
+    make = trainer_of("bert_classes")
+    trainer = make(arguments(tmp_path))
+    tuned(trainer)
+    with pytest.raises(NothingFitsError):
+        tuned(trainer, 2 * TARGET, budget="20KiB")
+    assert distance(trained(trainer), big_batch(make, tmp_path)) <= 2e-6
+
+
+def test_numbers_changed_after_tuning_are_refused(tmp_path: Path) -> None:
+    """When the product is no longer the target, training does not begin."""
+    trainer = trainer_of("bert_classes")(arguments(tmp_path))
+    tuned(trainer)
+    trainer.args.gradient_accumulation_steps = 2
+    with pytest.raises(InvalidRequestError, match="tuned for 12 rows .* 3 rows x 2 steps"):
+        trainer.train()

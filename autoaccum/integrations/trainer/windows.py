@@ -38,7 +38,7 @@ def rows_of(micro_batch: Any) -> float:
 
 @final
 class Windows:
-    """Stands between a trainer and its own methods `get_batch_samples`, `training_step` and `compute_loss`.
+    """Stands between a trainer and its own methods: its loader, `get_batch_samples`, `training_step`, `compute_loss`.
 
     With a weighing, each micro-batch is a batch of its own to the trainer: it counts the labels of that one alone, divides
     by no number of steps, and the mean that comes out is multiplied by weight / weight of the window. So it does not matter
@@ -47,13 +47,17 @@ class Windows:
     A window that the end of the data cuts short is kept and filled up from the next pass; left alone, a trainer whose data
     has no length would neither step nor clear it, and add it to the next window.
 
+    A window waits in host memory, where a trainer's loader would put all of it on the device at once: what was measured is
+    one micro-batch there.
+
     Args:
         trainer: The one.
         weighing: None leaves the trainer's own scaling alone.
         world_size: Ranks whose gradients are averaged.
     """
 
-    _NAMES = ("get_batch_samples", "training_step", "compute_loss")
+    _NAMES = ("get_train_dataloader", "get_batch_samples")
+    _SCALING_NAMES = ("training_step", "compute_loss")
 
     def __init__(self, trainer: Any, weighing: Weighing | None, world_size: int) -> None:
         self._trainer, self._weighing, self._world_size = trainer, weighing, world_size
@@ -70,8 +74,7 @@ class Windows:
 
     def put_on(self) -> None:
         """Stand in the trainer's way."""
-        names = self._NAMES if self._weighing is not None else self._NAMES[:1]
-        for name in names:
+        for name in (*self._NAMES, *(self._SCALING_NAMES if self._weighing is not None else ())):
             self._own[name] = getattr(self._trainer, name)
             if name in vars(self._trainer):
                 self._before[name] = vars(self._trainer)[name]
@@ -83,6 +86,11 @@ class Windows:
             del vars(self._trainer)[name]
         vars(self._trainer).update(self._before)
         self._own, self._before = {}, {}
+
+    def get_train_dataloader(self) -> Any:
+        """The trainer's own loader, whose batches `_prepare_inputs` moves to the device when their turn comes."""
+        with replaced(self._trainer.accelerator, device_placement=False):
+            return self._own["get_train_dataloader"]()
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *rest: Any) -> tuple[list[Any], Any]:
         """The next window, or none where the pass ends before it is full."""

@@ -158,7 +158,7 @@ def _checkpointing(trainer: Any) -> Iterator[None]:
         yield
         return
     given = dict(trainer.args.gradient_checkpointing_kwargs or {})
-    had_hooks = getattr(model, "_require_grads_hook", None) is not None
+    before = [(vars(module), set(vars(module)), _hooks_of(module)) for module in model.modules()]
     if "activation_checkpointing" in vars(trainer.args):  # transformers 5.24; before, it was called gradient checkpointing
         every, offload = given.pop("every_n_layers", 1), given.pop("offload", False)
         model.activation_checkpointing_enable(given or None, every_n_layers=every, offload=offload)
@@ -170,5 +170,17 @@ def _checkpointing(trainer: Any) -> Iterator[None]:
         yield
     finally:
         turn_off()
-        if not had_hooks and getattr(model, "_require_grads_hook", None) is not None:
-            model.disable_input_require_grads()
+        for module in model.modules():
+            for hook in _hooks_of(module).values():
+                for handle in hook if isinstance(hook, list) else [hook]:
+                    handle.remove()
+        for held, names, hooks in before:
+            for name in [name for name in held if name not in names]:
+                del held[name]
+            held.update(hooks)
+
+
+def _hooks_of(module: nn.Module) -> dict[str, Any]:
+    """Those that make embeddings require gradients, which turning checkpointing off leaves."""
+    names = ("_require_grads_hooks", "_require_grads_hook")
+    return {name: vars(module)[name] for name in names if vars(module).get(name) is not None}
