@@ -158,7 +158,7 @@ def _checkpointing(trainer: Any) -> Iterator[None]:
         yield
         return
     given = dict(trainer.args.gradient_checkpointing_kwargs or {})
-    before = [(vars(module), set(vars(module)), _hooks_of(module)) for module in model.modules()]
+    before = [(module, set(vars(module)), _hooks_of(module)) for module in model.modules()]
     if "activation_checkpointing" in vars(trainer.args):  # transformers 5.24; before, it was called gradient checkpointing
         every, offload = given.pop("every_n_layers", 1), given.pop("offload", False)
         model.activation_checkpointing_enable(given or None, every_n_layers=every, offload=offload)
@@ -170,14 +170,14 @@ def _checkpointing(trainer: Any) -> Iterator[None]:
         yield
     finally:
         turn_off()
-        for module in model.modules():
-            for hook in _hooks_of(module).values():
-                for handle in hook if isinstance(hook, list) else [hook]:
-                    handle.remove()
-        for held, names, hooks in before:
-            for name in [name for name in held if name not in names]:
-                del held[name]
-            held.update(hooks)
+        for module, names, hooks in before:
+            for name, made in _hooks_of(module).items():
+                if made is not hooks.get(name):
+                    for handle in made if isinstance(made, list) else [made]:
+                        handle.remove()
+            for name in [name for name in vars(module) if name not in names]:
+                del vars(module)[name]
+            vars(module).update(hooks)
 
 
 def _hooks_of(module: nn.Module) -> dict[str, Any]:
