@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import math
+import os
+import socket
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -467,3 +471,381 @@ def test_numbers_changed_after_tuning_are_refused(tmp_path: Path) -> None:
     trainer.args.gradient_accumulation_steps = 2
     with pytest.raises(InvalidRequestError, match="tuned for 12 rows .* 3 rows x 2 steps"):
         trainer.train()
+
+
+# -- levers
+
+
+class Watches(transformers.TrainerCallback):
+    """Notes whether layers are checkpointed when steps begin, and may end the training."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error, self.seen = error, list[bool]()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.seen.append(is_checkpointed(given["model"]))
+        if self.error is not None:
+            raise self.error
+
+
+def is_checkpointed(model: nn.Module) -> bool:
+    return any(vars(module).get("gradient_checkpointing") is True for module in model.modules())
+
+
+def test_levers_are_turned_while_it_trains(tmp_path: Path) -> None:
+    """Layers that the plan checkpoints are so inside `train()` only, and the steps stay those of the big batch."""
+    make = trainer_of("bert_masked")
+    trainer = make(arguments(tmp_path))
+    plan = tuned(trainer, levers={"checkpointing": ["full"]}, objective="memory", time_budget_s=None)
+    assert plan.levers == Levers(checkpointing="full", checkpointed_blocks=1)
+    watches = Watches()
+    trainer.add_callback(watches)
+    found = trained(trainer)
+    assert (watches.seen, is_checkpointed(trainer.model)) == ([True] * 3, False)
+    assert distance(found, big_batch(make, tmp_path)) <= 2e-6
+
+
+@pytest.mark.parametrize("error", [KeyError("mine"), KeyboardInterrupt()], ids=repr)
+def test_levers_are_turned_back_when_training_is_cut_short(error: BaseException, tmp_path: Path) -> None:
+    """An error or Ctrl-C inside `train()` comes out as it is and leaves no lever turned."""
+    trainer = trainer_of("bert_masked")(arguments(tmp_path))
+    tuned(trainer, levers={"checkpointing": ["full"]}, objective="memory", time_budget_s=None)
+    watches = Watches(error)
+    trainer.add_callback(watches)
+    with pytest.raises(type(error)):
+        trainer.train()
+    assert (watches.seen, is_checkpointed(trainer.model)) == ([True], False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "levers", "remark"),
+    [
+        ({"bf16": True}, {"precision": ["fp32", "bf16"]}, "bf16=True already"),
+        ({}, {"precision": ["fp32", "fp16"]}, "fp16 needs a scaler"),
+    ],
+)
+def test_lever_that_cannot_be_turned_is_said(
+    settings: dict[str, Any], levers: dict[str, Any], remark: str, tmp_path: Path
+) -> None:
+    """What the trainer's own arguments decide is left to them, with the reason."""
+    trainer = trainer_of("bert_classes")(arguments(tmp_path, **settings))
+    plan = tuned(trainer, levers=levers)
+    assert plan.levers == Levers() and any(remark in text for text in plan.warnings)
+
+
+@pytest.mark.parametrize("settings", [{"gradient_checkpointing": True}, {"bf16": True}], ids=str)
+def test_what_the_arguments_turn_on_is_in_the_measurement(settings: dict[str, Any], tmp_path: Path) -> None:
+    """With checkpointing or bf16 in the arguments the same step is measured to take less than without."""
+    make = trainer_of("bert_masked")
+    measured = [
+        tuned(make(arguments(tmp_path, **changes)), max_micro_batch=12, multiple_of=12).measured_peak_bytes or 0
+        for changes in ({}, settings)
+    ]
+    assert measured[1] < measured[0]
+
+
+# -- whose data, which model
+
+
+def test_adapters_are_tuned(tmp_path: Path) -> None:
+    """Of a PEFT model only the adapters are trained, and stepped as by the big batch."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+    def adapted(args: Any) -> Any:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
+        return transformers.Trainer(peft.get_peft_model(llama(), config), args, train_dataset=Rows(3 * TARGET))
+
+    trainer = adapted(arguments(tmp_path))
+    plan = tuned(trainer)
+    assert plan.memory is not None and plan.memory.frozen_parameters > plan.memory.trainable_parameters
+    assert distance(trained(trainer), big_batch(adapted, tmp_path)) <= 2e-6
+
+
+class OfManyLengths(Rows):
+    """Rows of 2 to 10 tokens."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: value[: 2 + index % 9] for name, value in self.rows[index].items()}
+
+
+def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A collator that pads to the longest row and masks labels at random, as those for masked language models do."""
+    fillers = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    batch = {
+        name: nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=filler)
+        for name, filler in fillers.items()
+    }
+    drop = torch.rand(batch["labels"].shape) < 0.3
+    return batch | {"labels": batch["labels"].masked_fill(drop, -100)}
+
+
+def test_longest_rows_are_run_through_the_collator(tmp_path: Path) -> None:
+    """With rows grouped by length a micro-batch may be all long ones: those are what is measured."""
+    lengths: list[int] = []
+
+    class Notes(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            lengths.append(inputs["input_ids"].shape[1])
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    by_length = "train_sampling_strategy" in transformers.TrainingArguments.__dataclass_fields__
+    settings: dict[str, Any] = {"train_sampling_strategy": "group_by_length"} if by_length else {"group_by_length": True}
+    trainer = Notes(
+        bert_masked(), arguments(tmp_path, **settings), train_dataset=OfManyLengths(40), data_collator=padded
+    )
+    plan = tuned(trainer, check=False)
+    assert set(lengths) == {LENGTH}
+    assert trainer.train().global_step == 3
+    assert plan.environment is not None and "the largest first" in plan.environment.batch
+
+
+def test_rows_that_a_collator_masks_at_random_are_compared_with_themselves(tmp_path: Path) -> None:
+    """Labels drawn anew in every collating do not make right accumulation look wrong, nor wrong look right."""
+    trainer = transformers.Trainer(
+        bert_masked(), arguments(tmp_path), train_dataset=OfManyLengths(40), data_collator=padded
+    )
+    plan = tuned(trainer)
+    assert any("labels other than -100" in text for text in plan.warnings)
+
+
+class OwnLoader(transformers.Trainer):
+    """Brings its own loader of eight rows."""
+
+    def get_train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(Rows(24), batch_size=8)
+
+
+class OwnBatches(transformers.Trainer):
+    """Brings ready batches that are no loader."""
+
+    def get_train_dataloader(self) -> Any:
+        return [transformers.default_data_collator(Rows(MICRO).rows)] * 40
+
+
+def test_loader_that_ignores_the_batch_size_is_refused(tmp_path: Path) -> None:
+    """A loader of the trainer's own that yields other sizes would make another effective batch."""
+    trainer = OwnLoader(bert_masked(), arguments(tmp_path))
+    with pytest.raises(InvalidRequestError, match="batches of 8 rows where per_device_train_batch_size is 3"):
+        tuned(trainer)
+    assert trainer.args.per_device_train_batch_size == 8
+
+
+def test_loader_that_cannot_be_looked_at_needs_a_sample(tmp_path: Path) -> None:
+    """What is no DataLoader is refused with the remedy, which works."""
+    trainer = OwnBatches(bert_masked(), arguments(tmp_path))
+    with pytest.raises(InvalidRequestError, match="a list, whose data cannot be looked at; pass sample="):
+        tuned(trainer)
+    plan = tuned(trainer, sample=transformers.default_data_collator(Rows(8).rows))
+    assert plan.micro_batch_sizes == (3, 3, 3, 3)
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True makes .* the effective batch changes"),
+        ({"optim": "adalomo"}, "steps in the backward pass"),
+    ],
+)
+def test_trainer_that_cannot_be_tuned_is_refused(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    """Arguments that change the effective batch, or step for every micro-batch, are refused with the remedy."""
+    trainer = trainer_of("bert_classes")(arguments(tmp_path, **settings))
+    with pytest.raises(InvalidRequestError, match=reason):
+        tuned(trainer)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "reason"),
+    [
+        ("trainer", "is_deepspeed_enabled", "DeepSpeed shards the model inside train"),
+        ("trainer", "is_fsdp_enabled", "FSDP shards the model inside train"),
+        ("args", "_n_gpu", "sees 2 GPUs .* torchrun"),
+        ("accelerator", "parallelism_config", "parallelism_config"),
+    ],
+)
+def test_sharded_trainer_is_refused(owner: str, name: str, reason: str, tmp_path: Path) -> None:
+    """What is sharded or copied inside `train()` cannot be measured before, and is refused with what to do instead."""
+    trainer = trainer_of("bert_classes")(arguments(tmp_path))
+    holder = {"trainer": trainer, "args": trainer.args, "accelerator": trainer.accelerator}[owner]
+    kept = trainer.accelerator.state.__dict__.copy()
+    target = holder.state if owner == "accelerator" else holder
+    setattr(target, name, 2 if name == "_n_gpu" else True)
+    try:
+        with pytest.raises(InvalidRequestError, match=reason):
+            tuned(trainer)
+    finally:
+        trainer.accelerator.state.__dict__.pop("parallelism_config", None)
+        trainer.accelerator.state.__dict__.update(kept)
+
+
+def test_trainer_without_data_is_refused(tmp_path: Path) -> None:
+    """Without training data there is nothing to run."""
+    with pytest.raises(InvalidRequestError, match="no training data"):
+        tuned(transformers.Trainer(bert_classes(), arguments(tmp_path)))
+
+
+def test_what_is_no_trainer_is_refused() -> None:
+    """Anything else is named."""
+    with pytest.raises(InvalidRequestError, match="trainer is a Linear; expected a transformers.Trainer"):
+        tune_trainer(nn.Linear(2, 2), 8)  # type: ignore[arg-type]
+
+
+def test_target_without_an_equal_division_is_refused(tmp_path: Path) -> None:
+    """A trainer takes one number: where no size that fits divides the target, the error names near ones."""
+    with pytest.raises(InvalidRequestError, match="target_batch=13"):
+        tuned(trainer_of("bert_classes")(arguments(tmp_path)), 13)
+
+
+def test_weight_that_is_none_is_refused(tmp_path: Path) -> None:
+    """A weight is a name, tokens or a function."""
+    with pytest.raises(InvalidRequestError, match="weight='rows' is unknown"):
+        tuned(trainer_of("bert_classes")(arguments(tmp_path)), weight="rows")
+
+
+@pytest.mark.parametrize("call", [lambda: tune_trainer(None, 8), lambda: training_arguments(None)])  # type: ignore[arg-type]
+def test_old_transformers_are_refused(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too old a version is said with what breaks, before anything else."""
+    monkeypatch.setattr(frameworks, "version", lambda name: "4.49.0")
+    with pytest.raises(MissingExtraError, match=r"transformers 4\.49\.0 is too old.*get_batch_samples"):
+        call()
+
+
+# -- plans as arguments
+
+
+_QUICK: dict[str, Any] = {"levers": "none", "time_budget_s": 0.01}
+
+
+def plan_with(levers: Levers = Levers(), **changes: Any) -> Plan:  # noqa: B008 - a frozen record
+    """A plan of 3 x 4 rows, with other levers."""
+    plan = autotune(nn.Linear(4, 2), torch.randn(2, 4), 12, device="virtual:1MiB", max_micro_batch=4, **_QUICK, **changes)
+    return msgspec.structs.replace(plan, levers=levers)
+
+
+def test_arguments_make_a_trainer_of_that_batch(tmp_path: Path) -> None:
+    """The keywords are taken by TrainingArguments as they are."""
+    found = training_arguments(plan_with(equal_micro_batches=True))
+    assert found == {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "auto_find_batch_size": False}
+    assert arguments(tmp_path, **found).gradient_accumulation_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("levers", "expected"),
+    [
+        (Levers(precision="bf16"), {"bf16": True}),
+        (Levers(precision="tf32"), {"tf32": True}),
+        (Levers(optimizer_impl="fused"), {"optim": "adamw_torch_fused"}),
+    ],
+)
+def test_levers_become_arguments(levers: Levers, expected: dict[str, Any]) -> None:
+    """What the arguments can say of the levers, they say."""
+    assert training_arguments(plan_with(levers)).items() >= expected.items()
+
+
+def test_checkpointing_becomes_that_of_all_layers(tmp_path: Path) -> None:
+    """Under the name that this transformers gives it, so that nothing is deprecated."""
+    found = training_arguments(plan_with(Levers(checkpointing="selective", checkpointed_blocks=2)))
+    assert found[next(name for name in found if name.endswith("_kwargs"))] == {"use_reentrant": False}
+    assert arguments(tmp_path, **found).gradient_checkpointing is True
+
+
+@pytest.mark.parametrize("levers", [Levers(offload="cpu"), Levers(optimizer_impl="for-loop")], ids=str)
+def test_lever_without_an_argument_is_refused(levers: Levers) -> None:
+    """What the arguments cannot say is refused, with who can."""
+    with pytest.raises(InvalidRequestError, match="cannot say; use tune_trainer"):
+        training_arguments(plan_with(levers))
+
+
+def test_unequal_micro_batches_are_refused() -> None:
+    """One number cannot say 4, 4, 3: the error says how to make a plan that it can."""
+    plan = autotune(nn.Linear(4, 2), torch.randn(2, 4), 11, device="virtual:1MiB", max_micro_batch=4, **_QUICK)
+    with pytest.raises(InvalidRequestError, match=r"micro-batches of 4, 3 rows.*equal_micro_batches=True"):
+        training_arguments(plan)
+
+
+# -- in processes of their own
+
+_HELPERS = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("helpers", {str(Path(__file__))!r})
+helpers = importlib.util.module_from_spec(spec)
+sys.modules["helpers"] = helpers
+spec.loader.exec_module(helpers)
+"""
+
+
+@pytest.mark.slow
+def test_tuned_to_host_memory_it_trains_inside_the_budget(run_child: Any, tmp_path: Path) -> None:
+    """Under a real limit of the process's own memory it is limited by that, and three real steps stay inside."""
+    found = run_child(
+        f"""
+        import pathlib, psutil, torch, transformers
+        from autoaccum.integrations.transformers import tune_trainer
+        config = transformers.BertConfig(
+            vocab_size=512, hidden_size=128, num_hidden_layers=4, num_attention_heads=2, intermediate_size=512
+        )
+        data = [{{"input_ids": torch.arange(96) + i, "labels": torch.arange(96) + i}} for i in range(192)]
+        settings = transformers.TrainingArguments(
+            output_dir={str(tmp_path)!r}, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", max_steps=3
+        )
+        trainer = transformers.Trainer(transformers.BertForMaskedLM(config), settings, train_dataset=data)
+        budget = psutil.Process().memory_info().rss + 200 * 2**20
+        plan = tune_trainer(trainer, 64, device="cpu", budget=budget, levers="none", time_budget_s=20)
+        pathlib.Path("/proc/self/clear_refs").write_text("5")
+        steps = trainer.train().global_step
+        status = pathlib.Path("/proc/self/status").read_text().splitlines()
+        peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+        answer([plan.limited_by, plan.micro_batch * plan.accumulation_steps, steps, peak, budget])
+        """
+    )
+    limited_by, effective, steps, peak, budget = found
+    assert (limited_by, effective, steps) == ("memory", 64, 3)
+    assert peak <= budget
+
+
+def test_ranks_step_as_the_big_batch(tmp_path: Path) -> None:
+    """On two ranks every step is that of the big batch in one process, corrected or not, and both have the same plan."""
+    heads = ("llama", "bert_masked")
+    source = _HELPERS + textwrap.dedent(
+        f"""
+        import os, pathlib, torch
+        folder = pathlib.Path({str(tmp_path)!r})
+        for head in {heads!r}:
+            trainer = helpers.trainer_of(head)(helpers.arguments(folder))
+            plan = helpers.tuned(trainer)
+            steps = helpers.trained(trainer)
+            torch.save([plan.micro_batch_sizes, steps], folder / f"{{head}}-{{os.environ['RANK']}}.pt")
+        """
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    logs = [tmp_path / f"log-{rank}" for rank in range(2)]
+    files = [log.open("w") for log in logs]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": os.pathsep.join(sys.path)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", source],
+            stdout=opened,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank, opened in enumerate(files)
+    ]
+    try:
+        codes = [process.wait(timeout=150) for process in processes]
+    finally:
+        for process, opened in zip(processes, files, strict=True):
+            process.kill()
+            process.wait()
+            opened.close()
+    assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
+    for head in heads:
+        expected = big_batch(trainer_of(head), tmp_path)
+        for rank in range(2):
+            sizes, steps = torch.load(tmp_path / f"{head}-{rank}.pt")
+            assert sizes == (3, 3)
+            assert distance(steps, expected) <= 2e-6
