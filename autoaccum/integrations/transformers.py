@@ -56,15 +56,16 @@ def tune_trainer(
         weight: What the loss is a mean over, where that cannot be found: "samples", `tokens("labels")`, or
             `micro_batch -> number`. None: measured.
         check: False takes the accumulation as it is, or as `weight` says, unmeasured.
-        sample: What to run instead of the trainer's own data, as for `autotune`.
+        sample: What to run instead of the trainer's own data, as for `autotune`, where its `get_train_dataloader` gives no
+            `DataLoader`; what that gives has to be micro-batches of `args.per_device_train_batch_size` rows.
 
     Returns:
         The `Plan`, with equal micro-batches. Call on every rank; every rank gets its own.
 
     Raises:
         MissingExtraError: When transformers is missing or too old.
-        InvalidRequestError: When the trainer has no data, uses `auto_find_batch_size`, DeepSpeed or FSDP, its accumulation is
-            inexact and cannot be corrected, or the call cannot be satisfied as written.
+        InvalidRequestError: When the trainer has no data, uses `auto_find_batch_size`, DeepSpeed or FSDP, when its
+            accumulation is inexact and cannot be corrected, or when the call cannot be satisfied as written.
         NothingFitsError: When the smallest micro-batch does not fit.
         Exception: Whatever the model, loss, collator or optimizer raises, unchanged.
 

@@ -18,12 +18,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset
 
-from autoaccum import InvalidRequestError, MissingExtraError, NothingFitsError, Plan, autotune, tokens
+from autoaccum import InvalidRequestError, MissingExtraError, NothingFitsError, Plan, autotune
 from autoaccum.integrations import frameworks
 from autoaccum.integrations.transformers import training_arguments, tune_trainer
 from autoaccum.records import Levers
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+from autoaccum.integrations.trainer.training import tuned_callback  # noqa: E402 - needs transformers
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers.*"),
     pytest.mark.filterwarnings("ignore::UserWarning:transformers.*"),
@@ -105,7 +107,12 @@ def vit() -> nn.Module:
 
 def resnet() -> nn.Module:
     config = transformers.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic", num_labels=3, downsample_in_first_stage=True
+        embedding_size=8,
+        hidden_sizes=[8, 8],
+        depths=[1, 1],
+        layer_type="basic",
+        num_labels=3,
+        downsample_in_first_stage=True,
     )
     model = transformers.ResNetForImageClassification(config)
     for part in model.modules():
@@ -353,7 +360,7 @@ def test_loss_function_without_the_count_is_that_of_the_big_batch(tmp_path: Path
     make = trainer_of("bert_masked", compute_loss_func=loss)
     trainer = make(arguments(tmp_path))
     plan = tuned(trainer)
-    assert any("weighted by its labels other than -100" in text for text in plan.warnings)
+    assert any("weighted by labels other than -100" in text for text in plan.warnings)
     assert distance(trained(trainer), big_batch(make, tmp_path)) <= 2e-6
 
 
@@ -367,13 +374,13 @@ class WeighsClasses(transformers.Trainer):
 
 
 def test_loss_over_weighted_classes_is_refused_until_its_weight_is_given(tmp_path: Path) -> None:
-    """What no known weight makes exact is refused with the numbers, and taken when the caller says what it is a mean over."""
+    """What no known weight makes exact is refused with the numbers, and taken when the caller gives the weight."""
     make = trainer_of("bert_classes", WeighsClasses)
     trainer = make(arguments(tmp_path))
-    with pytest.raises(InvalidRequestError, match="no known weight .*rows: .*pass weight=batch -> number"):
+    with pytest.raises(InvalidRequestError, match=r"no known weight .*rows: .*pass weight=batch -> number"):
         tuned(trainer)
     plan = tuned(trainer, weight=lambda batch: CLASS_WEIGHTS[batch["labels"]].sum())
-    assert any("weighted by its the caller's weight" in text or "caller's weight" in text for text in plan.warnings)
+    assert any("weighted by the caller's weight" in text for text in plan.warnings)
     assert distance(trained(trainer), big_batch(make, tmp_path)) <= 2e-6
 
 
@@ -469,7 +476,7 @@ def test_numbers_changed_after_tuning_are_refused(tmp_path: Path) -> None:
     trainer = trainer_of("bert_classes")(arguments(tmp_path))
     tuned(trainer)
     trainer.args.gradient_accumulation_steps = 2
-    with pytest.raises(InvalidRequestError, match="tuned for 12 rows .* 3 rows x 2 steps"):
+    with pytest.raises(InvalidRequestError, match=r"tuned for 12 rows .* 3 rows x 2 steps"):
         trainer.train()
 
 
@@ -492,12 +499,31 @@ def is_checkpointed(model: nn.Module) -> bool:
     return any(vars(module).get("gradient_checkpointing") is True for module in model.modules())
 
 
+CHECKPOINTED = Levers(checkpointing="full", checkpointed_blocks=1)
+
+
+def tuned_with(trainer: Any, levers: Levers) -> None:
+    """Tuned, with these levers as if the search had chosen them."""
+    plan = tuned(trainer)
+    callback = tuned_callback(trainer)
+    assert callback is not None
+    callback.plan = msgspec.structs.replace(plan, levers=levers)
+
+
+@pytest.mark.slow
+def test_levers_are_searched(tmp_path: Path) -> None:
+    """Asked for the lowest peak, the search checkpoints the model's layers, and the trainer is given that plan."""
+    trainer = trainer_of("bert_masked")(arguments(tmp_path))
+    plan = tuned(trainer, levers={"checkpointing": ["full"]}, objective="memory", time_budget_s=None)
+    assert plan.levers == CHECKPOINTED
+    assert trainer.train().global_step == 3
+
+
 def test_levers_are_turned_while_it_trains(tmp_path: Path) -> None:
     """Layers that the plan checkpoints are so inside `train()` only, and the steps stay those of the big batch."""
     make = trainer_of("bert_masked")
     trainer = make(arguments(tmp_path))
-    plan = tuned(trainer, levers={"checkpointing": ["full"]}, objective="memory", time_budget_s=None)
-    assert plan.levers == Levers(checkpointing="full", checkpointed_blocks=1)
+    tuned_with(trainer, CHECKPOINTED)
     watches = Watches()
     trainer.add_callback(watches)
     found = trained(trainer)
@@ -509,7 +535,7 @@ def test_levers_are_turned_while_it_trains(tmp_path: Path) -> None:
 def test_levers_are_turned_back_when_training_is_cut_short(error: BaseException, tmp_path: Path) -> None:
     """An error or Ctrl-C inside `train()` comes out as it is and leaves no lever turned."""
     trainer = trainer_of("bert_masked")(arguments(tmp_path))
-    tuned(trainer, levers={"checkpointing": ["full"]}, objective="memory", time_budget_s=None)
+    tuned_with(trainer, CHECKPOINTED)
     watches = Watches(error)
     trainer.add_callback(watches)
     with pytest.raises(type(error)):
@@ -542,6 +568,39 @@ def test_what_the_arguments_turn_on_is_in_the_measurement(settings: dict[str, An
         for changes in ({}, settings)
     ]
     assert measured[1] < measured[0]
+
+
+def test_model_in_eval_mode_is_measured_as_it_trains(tmp_path: Path) -> None:
+    """A loaded model is in eval mode, and `train()` changes that: so does the measurement, which puts the mode back."""
+    trainer = trainer_of("bert_classes")(arguments(tmp_path))
+    trainer.model.eval()
+    plan = tuned(trainer)
+    assert not any("eval mode" in text for text in plan.warnings)
+    assert not any(module.training for module in trainer.model.modules())
+
+
+def test_trained_trainer_is_tuned(tmp_path: Path) -> None:
+    """After training, with an optimizer that Accelerate prepared, a trainer is tuned as before, and goes on."""
+    trainer = trainer_of("bert_classes")(arguments(tmp_path, bf16=True, optim="adamw_torch"))
+    trainer.train()
+    kept = [value.clone() for state in trainer.optimizer.state.values() for value in state.values()]
+    plan = tuned(trainer)
+    assert same(kept, [value for state in trainer.optimizer.state.values() for value in state.values()])
+    assert (plan.micro_batch_sizes, trainer.train().global_step) == ((3, 3, 3, 3), 3)
+
+
+def test_too_little_memory_for_the_check_is_said(tmp_path: Path) -> None:
+    """Where not even two rows fit outside the plan's levers, the trainer is refused with the remedy, and as it was."""
+
+    class RunsOut(transformers.Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    trainer = trainer_of("bert_classes", RunsOut)(arguments(tmp_path))
+    before = state_of(trainer)
+    with pytest.raises(InvalidRequestError, match=r"two rows without levers do not fit.*check=False"):
+        tuned(trainer)
+    assert same(before, state_of(trainer))
 
 
 # -- whose data, which model
@@ -591,9 +650,7 @@ def test_longest_rows_are_run_through_the_collator(tmp_path: Path) -> None:
 
     by_length = "train_sampling_strategy" in transformers.TrainingArguments.__dataclass_fields__
     settings: dict[str, Any] = {"train_sampling_strategy": "group_by_length"} if by_length else {"group_by_length": True}
-    trainer = Notes(
-        bert_masked(), arguments(tmp_path, **settings), train_dataset=OfManyLengths(40), data_collator=padded
-    )
+    trainer = Notes(bert_masked(), arguments(tmp_path, **settings), train_dataset=OfManyLengths(40), data_collator=padded)
     plan = tuned(trainer, check=False)
     assert set(lengths) == {LENGTH}
     assert trainer.train().global_step == 3
@@ -602,9 +659,7 @@ def test_longest_rows_are_run_through_the_collator(tmp_path: Path) -> None:
 
 def test_rows_that_a_collator_masks_at_random_are_compared_with_themselves(tmp_path: Path) -> None:
     """Labels drawn anew in every collating do not make right accumulation look wrong, nor wrong look right."""
-    trainer = transformers.Trainer(
-        bert_masked(), arguments(tmp_path), train_dataset=OfManyLengths(40), data_collator=padded
-    )
+    trainer = transformers.Trainer(bert_masked(), arguments(tmp_path), train_dataset=OfManyLengths(40), data_collator=padded)
     plan = tuned(trainer)
     assert any("labels other than -100" in text for text in plan.warnings)
 
@@ -689,7 +744,7 @@ def test_trainer_without_data_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_trainer_is_refused() -> None:
     """Anything else is named."""
-    with pytest.raises(InvalidRequestError, match="trainer is a Linear; expected a transformers.Trainer"):
+    with pytest.raises(InvalidRequestError, match=r"trainer is a Linear; expected a transformers.Trainer"):
         tune_trainer(nn.Linear(2, 2), 8)  # type: ignore[arg-type]
 
 
@@ -792,8 +847,8 @@ def test_tuned_to_host_memory_it_trains_inside_the_budget(run_child: Any, tmp_pa
             output_dir={str(tmp_path)!r}, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", max_steps=3
         )
         trainer = transformers.Trainer(transformers.BertForMaskedLM(config), settings, train_dataset=data)
-        budget = psutil.Process().memory_info().rss + 200 * 2**20
-        plan = tune_trainer(trainer, 64, device="cpu", budget=budget, levers="none", time_budget_s=20)
+        budget = psutil.Process().memory_info().rss + 100 * 2**20
+        plan = tune_trainer(trainer, 32, device="cpu", budget=budget, levers="none")
         pathlib.Path("/proc/self/clear_refs").write_text("5")
         steps = trainer.train().global_step
         status = pathlib.Path("/proc/self/status").read_text().splitlines()
@@ -802,7 +857,7 @@ def test_tuned_to_host_memory_it_trains_inside_the_budget(run_child: Any, tmp_pa
         """
     )
     limited_by, effective, steps, peak, budget = found
-    assert (limited_by, effective, steps) == ("memory", 64, 3)
+    assert (limited_by, effective, steps) == ("memory", 32, 3)
     assert peak <= budget
 
 

@@ -20,7 +20,7 @@ def refuse_untunable(trainer: Any) -> None:
     """
     if not isinstance(trainer, transformers.Trainer):
         raise InvalidRequestError(f"trainer is a {type(trainer).__name__}; expected a transformers.Trainer.")
-    args = trainer.args
+    args: Any = trainer.args
     optim = str(getattr(args.optim, "value", args.optim))
     for is_so, reason in (
         (
@@ -36,8 +36,8 @@ def refuse_untunable(trainer: Any) -> None:
         ),
         (
             trainer.is_fsdp_enabled or bool(args.fsdp),
-            "FSDP shards the model inside train(), so what one process holds cannot be measured before; shard the model with "
-            "torch.distributed.fsdp.fully_shard, call autotune on it, and pass training_arguments(plan).",
+            "FSDP shards the model inside train(), so what one process holds cannot be measured before; shard the model "
+            "with torch.distributed.fsdp.fully_shard, call autotune on it, and pass training_arguments(plan).",
         ),
         (
             args.n_gpu > 1,
@@ -50,7 +50,8 @@ def refuse_untunable(trainer: Any) -> None:
         ),
         (
             bool(args.accelerator_config.split_batches) and args.world_size > 1,
-            "accelerator_config has split_batches=True, which takes the batch size to be that of all ranks; set it to False.",
+            "accelerator_config has split_batches=True, which takes the batch size to be that of all ranks; set it to "
+            "False.",
         ),
         (
             str(getattr(args, "train_sampling_strategy", "")) == "batch_rebalance",

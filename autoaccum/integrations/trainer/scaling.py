@@ -24,7 +24,7 @@ from autoaccum.batches.weights import Tokens, tokens
 from autoaccum.checking.dropout import without_dropout
 from autoaccum.errors import InvalidRequestError
 from autoaccum.integrations.trainer.windows import Weighing, Windows, rows_of
-from autoaccum.integrations.trainer.workload import replaced
+from autoaccum.integrations.trainer.workload import inner_optimizer, replaced
 from autoaccum.preserve import preserved
 
 _ROWS = 8
@@ -80,17 +80,18 @@ def examined(trainer: Any, rows: Rows, weighings: Sequence[Weighing]) -> Finding
                 return Finding(error, ratio, len(rows.parts), weighing)
     tried = ", ".join(f"{name}: {value:.2g}" for name, value in errors.items())
     raise InvalidRequestError(
-        f"the gradient that this trainer accumulates is not that of the big batch: over {len(rows.parts)} uneven micro-batches "
-        f"it is wrong by {error:.2g} (its norm is {ratio:.3f} times the right one), and no known weight of micro-batches makes "
-        f"it right ({tried}). Where the loss is a mean over something else (weighted classes, masked pixels), pass "
-        "weight=batch -> number, what it is a mean over. Where it compares rows with each other or has a term of the whole "
-        "batch (contrastive losses, load balancing of experts), no accumulation is exact; check=False takes it as it is."
+        f"the gradient that this trainer accumulates is not that of the big batch: over {len(rows.parts)} uneven "
+        f"micro-batches it is wrong by {error:.2g} (its norm is {ratio:.3f} times the right one), and no known weight of "
+        f"micro-batches makes it right ({tried}). Where the loss is a mean over something else (weighted classes, masked "
+        "pixels), pass weight=batch -> number, what it is a mean over. Where it compares rows with each other or has a term of "
+        "the whole batch (contrastive losses, load balancing of experts), no accumulation is exact; check=False takes it as "
+        "it is."
     )
 
 
 def weighings_for(batch: Any, shifts: bool) -> list[Weighing]:
     """What the loss of such batches may be a mean over, the likeliest first."""
-    rows, summed = Weighing("rows", rows_of), Weighing("sums", None)
+    rows, summed = Weighing("rows", rows_of), Weighing("nothing, since it is a sum", None)
     labels = batch.get("labels") if hasattr(batch, "get") else None
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return [rows, summed]
@@ -192,7 +193,7 @@ def _quiet(trainer: Any) -> Iterator[None]:
     model: nn.Module = trainer.model
     recurrent = [part for part in model.modules() if isinstance(part, nn.RNNBase)]
     with ExitStack() as stack:
-        optimizer = trainer.optimizer if trainer.optimizer is not None and trainer.optimizer.state else None
+        optimizer = None if trainer.optimizer is None else inner_optimizer(trainer.optimizer)
         on_disk = trainer.args.device.type == "cpu"
         stack.enter_context(preserved(model, optimizer, device=trainer.args.device, on_disk=on_disk))
         stack.enter_context(without_dropout(model))

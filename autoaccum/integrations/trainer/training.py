@@ -64,8 +64,8 @@ class Tuned(transformers.TrainerCallback):
         effective = args.per_device_train_batch_size * steps * args.world_size
         if effective != target or args.auto_find_batch_size or args.train_batch_size != self.trainer._train_batch_size:
             raise InvalidRequestError(
-                f"the trainer was tuned for {target} rows per optimizer step, and now has {args.per_device_train_batch_size} "
-                f"rows x {steps} steps x {args.world_size} ranks (auto_find_batch_size={args.auto_find_batch_size}); "
+                f"the trainer was tuned for {target} rows per optimizer step, and now has "
+                f"{args.per_device_train_batch_size} rows x {steps} steps x {args.world_size} ranks (auto_find_batch_size={args.auto_find_batch_size}); "
                 "set them back, or tune again."
             )
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import msgspec
+import torch
 import transformers
 
 from autoaccum.errors import InvalidRequestError
@@ -87,7 +88,9 @@ def _allowed(trainer: Any, levers: Any, said: list[str]) -> Any:
         lever.name: list(lever.levels) for lever in LEVERS if levers == "all" or lever.name in names
     }  # fmt: skip
     if trainer.accelerator.mixed_precision in ("bf16", "fp16"):
-        said.append(f"TrainingArguments has {trainer.accelerator.mixed_precision}=True already, so precision was not varied.")
+        said.append(
+            f"TrainingArguments has {trainer.accelerator.mixed_precision}=True already, so precision was not varied."
+        )
         del chosen["precision"]
     else:
         given = chosen["precision"]
@@ -100,9 +103,7 @@ def _allowed(trainer: Any, levers: Any, said: list[str]) -> Any:
     return chosen
 
 
-def _weighing(
-    trainer: Any, data: Any, plan: Plan, asked: Weighing | None, check: bool, said: list[str]
-) -> Weighing | None:
+def _weighing(trainer: Any, data: Any, plan: Plan, asked: Weighing | None, check: bool, said: list[str]) -> Weighing | None:
     """How the trainer's scaling is corrected, None where it needs none."""
     if not check:
         said.append("check=False: whether the trainer's accumulation is that of the big batch was not looked at.")
@@ -113,9 +114,9 @@ def _weighing(
     weighing = finding.weighing
     if weighing is not None:
         said.append(
-            f"{type(trainer.model).__name__} in this trainer accumulates another gradient than that of the big batch: wrong by "
-            f"{finding.error:.2g} over {finding.num_parts} uneven micro-batches, {finding.norm_ratio:.3f} times as long. While "
-            f"it trains, each micro-batch's loss is weighted by its {weighing.name}, which was measured to be exact."
+            f"{type(trainer.model).__name__} in this trainer accumulates another gradient than that of the big batch: wrong "
+            f"by {finding.error:.2g} over {finding.num_parts} uneven micro-batches, {finding.norm_ratio:.3f} times as long. "
+            f"While it trains, each micro-batch's loss is weighted by {weighing.name}, which was measured to be exact."
         )
     elif trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices:
         said.append(
@@ -129,16 +130,29 @@ def _agreed(trainer: Any, data: Any, plan: Plan, asked: Weighing | None) -> Find
     """One finding for all ranks, that of the first one which found its trainer wrong."""
     ranks = Ranks()
     try:
-        rows = few_rows(data, plan.micro_batch)
-        shifts = bool(getattr(trainer, "_loss_shifts_labels", False))
-        known = weighings_for(rows.whole, shifts) if asked is None else [asked]
-        finding = examined(trainer, rows, known)
+        finding, known = _found(trainer, data, plan.micro_batch, asked)
     except Exception as error:
         ranks.gather(None, f"{type(error).__name__}: {error}"[:500])
         raise
     names = ranks.gather(None if finding.weighing is None else finding.weighing.name)
     wanted = next((name for name in names if name is not None), None)
     return finding._replace(weighing=next((one for one in known if one.name == wanted), None))
+
+
+def _found(trainer: Any, data: Any, at_most: int, asked: Weighing | None) -> tuple[Finding, list[Weighing]]:
+    """What was measured of a few rows, of two where more do not fit, and what they may be weighted by."""
+    shifts = bool(getattr(trainer, "_loss_shifts_labels", False))
+    for count in (at_most, 2):
+        rows = few_rows(data, count)
+        known = weighings_for(rows.whole, shifts) if asked is None else [asked]
+        try:
+            return examined(trainer, rows, known), known
+        except torch.OutOfMemoryError:
+            continue  # outside of this block its frames, and the activations in them, are gone
+    raise InvalidRequestError(
+        "two rows without levers do not fit, so the scaling of the loss could not be checked; pass check=False, and weight= "
+        "where the loss is a mean that the trainer does not scale."
+    )
 
 
 def _put_in(trainer: Any, plan: Plan, undo: ExitStack, *, is_own_data: bool) -> None:
@@ -197,4 +211,6 @@ def _optimizer_keywords(plan: Plan) -> dict[str, Any]:
         return {"optim": "adamw_torch_fused"}
     if plan.levers.optimizer_impl == "foreach" and name.startswith("AdamW") and device.startswith("cuda"):
         return {"optim": "adamw_torch"}  # torch's own choice there
-    raise InvalidRequestError(_UNSAYABLE.format(f"optimizer_impl={plan.levers.optimizer_impl!r} of {name or 'an optimizer'}"))
+    raise InvalidRequestError(
+        _UNSAYABLE.format(f"optimizer_impl={plan.levers.optimizer_impl!r} of {name or 'an optimizer'}")
+    )

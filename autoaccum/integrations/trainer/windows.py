@@ -23,12 +23,12 @@ class Weighing(NamedTuple):
     """What a trainer's loss is a mean over.
 
     Attributes:
-        name: In words, as in "the mean over its ...".
-        count: Of a micro-batch; None for a loss that is a sum.
+        name: In words, as in "weighted by rows".
+        weight: Of a micro-batch; None for a loss that is a sum.
     """
 
     name: str
-    count: Callable[[Any], float] | None
+    weight: Callable[[Any], float] | None
 
 
 def rows_of(micro_batch: Any) -> float:
@@ -108,10 +108,10 @@ class Windows:
     def _weigh(self, found: list[Any]) -> None:
         """What each micro-batch of this window is multiplied by; over ranks, whose gradients are averaged."""
         assert self._weighing is not None
-        if self._weighing.count is None:
+        if self._weighing.weight is None:
             scales = [float(self._world_size)] * len(found)
         else:
-            weights = [float(self._weighing.count(micro_batch)) for micro_batch in found]
+            weights = [float(self._weighing.weight(micro_batch)) for micro_batch in found]
             total = self._over_ranks(sum(weights))
             scales = [self._world_size * weight / total if total else 0.0 for weight in weights]
         # The micro-batches themselves are kept as well, so that no other object can have their ids.

@@ -32,8 +32,8 @@ def train_loader(trainer: Any) -> DataLoader[Any]:
         known[:] = before  # accelerate keeps every loader that it prepared until training begins
     if not isinstance(loader, DataLoader):
         raise InvalidRequestError(
-            f"get_train_dataloader() gives a {type(loader).__name__}, whose data cannot be looked at; pass sample=: a batch, "
-            "a data set, a DataLoader, or a function n -> batch."
+            f"get_train_dataloader() gives a {type(loader).__name__}, whose data cannot be looked at; pass sample=: a "
+            "batch, a data set, a DataLoader, or a function n -> batch."
         )
     return loader
 
@@ -122,8 +122,11 @@ def inner_optimizer(optimizer: Any) -> Any:
 
 @contextmanager
 def as_in_training(trainer: Any) -> Iterator[None]:
-    """What `train()` turns on, while inside: checkpointing of the arguments, autocast; no talking between ranks."""
+    """What `train()` turns on, while inside: train mode, checkpointing, autocast; no talking between ranks."""
     with ExitStack() as stack:
+        for module in trainer.model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        trainer.model.train()
         stack.enter_context(replaced(trainer.args, average_tokens_across_devices=False))
         if trainer.args.gradient_checkpointing:
             stack.enter_context(_checkpointing(trainer))
