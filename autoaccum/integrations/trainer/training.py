@@ -65,8 +65,8 @@ class Tuned(transformers.TrainerCallback):
         if effective != target or args.auto_find_batch_size or args.train_batch_size != self.trainer._train_batch_size:
             raise InvalidRequestError(
                 f"the trainer was tuned for {target} rows per optimizer step, and now has "
-                f"{args.per_device_train_batch_size} rows x {steps} steps x {args.world_size} ranks (auto_find_batch_size={args.auto_find_batch_size}); "
-                "set them back, or tune again."
+                f"{args.per_device_train_batch_size} rows x {steps} steps x {args.world_size} ranks "
+                f"(auto_find_batch_size={args.auto_find_batch_size}); set them back, or tune again."
             )
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
