@@ -861,6 +861,7 @@ def test_tuned_to_host_memory_it_trains_inside_the_budget(run_child: Any, tmp_pa
     assert peak <= budget
 
 
+@pytest.mark.slow
 def test_ranks_step_as_the_big_batch(tmp_path: Path) -> None:
     """On two ranks every step is that of the big batch in one process, corrected or not, and both have the same plan."""
     heads = ("llama", "bert_masked")
