@@ -119,7 +119,8 @@ def training_arguments(plan: Plan) -> dict[str, Any]:
     Example:
         >>> import torch, autoaccum
         >>> model, sample = torch.nn.Linear(4, 2), torch.randn(2, 4)
-        >>> plan = autoaccum.autotune(model, sample, 10, equal_micro_batches=True, device="virtual:1MiB")
+        >>> settings = {"equal_micro_batches": True, "levers": "none"}
+        >>> plan = autoaccum.autotune(model, sample, 10, device="virtual:1MiB", **settings)
         >>> training_arguments(plan)
         {'per_device_train_batch_size': 10, 'gradient_accumulation_steps': 1, 'auto_find_batch_size': False}
     """

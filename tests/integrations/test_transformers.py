@@ -603,6 +603,14 @@ def test_too_little_memory_for_the_check_is_said(tmp_path: Path) -> None:
     assert same(before, state_of(trainer))
 
 
+def test_windows_wait_in_host_memory(tmp_path: Path) -> None:
+    """The loader of a tuned trainer puts nothing on the device: one micro-batch is there at a time, as was measured."""
+    trainer = trainer_of("bert_classes")(arguments(tmp_path))
+    assert trainer.get_train_dataloader().device is not None
+    tuned(trainer)
+    assert trainer.get_train_dataloader().device is None
+
+
 # -- whose data, which model
 
 
