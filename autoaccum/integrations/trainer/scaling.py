@@ -35,10 +35,13 @@ _BEYOND_DOUBT, _CLEARLY = 5e-6, 3.0  # float32's own rounding; errors that diffe
 
 
 class Rows(NamedTuple):
-    """The same rows as one batch and as uneven micro-batches."""
+    """The same rows as one batch, and cut into uneven micro-batches in two ways.
+
+    Over one cut the micro-batches may happen to have equally many labels, and a mean of their means to be right.
+    """
 
     whole: Any
-    parts: list[Any]
+    cuts: list[list[Any]]
 
 
 class Finding(NamedTuple):
@@ -66,23 +69,23 @@ def examined(trainer: Any, rows: Rows, weighings: Sequence[Weighing]) -> Finding
     tolerance = _TOLERANCE if _is_float32(trainer.model) else _COARSE_TOLERANCE
     with _quiet(trainer):
         whole = _gradient(trainer, rows.whole)
-        error, ratio = _compared(whole, trainer, rows.parts, None)
+        error, ratio = _compared(whole, trainer, rows.cuts, None)
         if not isfinite(ratio):
             raise InvalidRequestError(
                 "the gradient of a few rows is zero or not finite, so the scaling of the loss could not be checked; look at "
                 "the loss of a small batch first, or pass check=False."
             )
         in_doubt = error > _BEYOND_DOUBT
-        errors = [_compared(whole, trainer, rows.parts, weighing)[0] for weighing in weighings] if in_doubt else []
+        errors = [_compared(whole, trainer, rows.cuts, weighing)[0] for weighing in weighings] if in_doubt else []
     best = min(errors, default=inf)
     if error <= max(_BEYOND_DOUBT, min(tolerance, best * _CLEARLY)):
-        return Finding(error, ratio, len(rows.parts), None)
+        return Finding(error, ratio, len(rows.cuts[0]), None)
     if best <= tolerance:  # several may be right on these rows: the likeliest
         index = next(index for index, found in enumerate(errors) if found <= max(_BEYOND_DOUBT, best * _CLEARLY))
-        return Finding(error, ratio, len(rows.parts), weighings[index])
+        return Finding(error, ratio, len(rows.cuts[0]), weighings[index])
     tried = ", ".join(f"{weighing.name}: {found:.2g}" for weighing, found in zip(weighings, errors, strict=True))
     raise InvalidRequestError(
-        f"the gradient that this trainer accumulates is not that of the big batch: over {len(rows.parts)} uneven "
+        f"the gradient that this trainer accumulates is not that of the big batch: over {len(rows.cuts[0])} uneven "
         f"micro-batches it is wrong by {error:.2g} (its norm is {ratio:.3f} times the right one), and no known weight of "
         f"micro-batches makes it right ({tried}). Where the loss is a mean over something else (weighted classes, masked "
         "pixels), pass weight=batch -> number, what it is a mean over. Where it compares rows with each other or has a term "
@@ -138,7 +141,7 @@ def few_rows(loader_or_sample: Any, at_most: int) -> Rows:
             return _collated(items, loader_or_sample.collate_fn)
     whole = source_of(loader_or_sample).varied(count)
     layout = find_layout(whole)
-    return Rows(whole, split_rows_of(whole, layout, _uneven(layout.rows)))
+    return Rows(whole, [split_rows_of(whole, layout, sizes) for sizes in _uneven(layout.rows)])
 
 
 def _uneven_items(loader: DataLoader[Any], count: int) -> list[Any] | None:
@@ -153,7 +156,7 @@ def _uneven_items(loader: DataLoader[Any], count: int) -> list[Any] | None:
         items = [dataset[position * len(dataset) // looked_at] for position in range(looked_at)]
     if len(items) < 2:
         raise InvalidRequestError(f"the training data has {len(items)} rows; expected at least 2.")
-    items = sorted(items, key=_num_labels)
+    items = sorted(items, key=_num_labels, reverse=True)
     half = min(count, len(items)) // 2
     return [*items[: min(count, len(items)) - half], *items[len(items) - half :]]
 
@@ -171,19 +174,22 @@ def _num_labels(item: Any) -> int:
 def _collated(items: list[Any], collate: Any) -> Rows:
     """Collated once, since collators may draw at random, and cut; where a batch cannot be cut, collated apart."""
     whole = collate(copy.deepcopy(items))
-    sizes = _uneven(len(items))
     try:
         layout = find_layout(whole, rows=len(items))
     except InvalidRequestError:
-        starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        cuts = [items[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-        return Rows(whole, [collate(copy.deepcopy(part)) for part in cuts])
-    return Rows(whole, split_rows_of(whole, layout, sizes))
+        return Rows(whole, [[collate(copy.deepcopy(part)) for part in _cut(items, sizes)] for sizes in _uneven(len(items))])
+    return Rows(whole, [split_rows_of(whole, layout, sizes) for sizes in _uneven(len(items))])
 
 
-def _uneven(count: int) -> list[int]:
-    """Micro-batches of different sizes: equal ones hide wrong weights."""
-    return {2: [1, 1], 3: [2, 1], 4: [3, 1], 5: [3, 2], 6: [3, 2, 1], 7: [4, 2, 1]}.get(count, [3, count - 5, 2])
+def _cut(items: list[Any], sizes: list[int]) -> list[list[Any]]:
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [items[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
+def _uneven(count: int) -> list[list[int]]:
+    """Two cuts into micro-batches of different sizes: equal ones hide wrong weights."""
+    found = {2: [1, 1], 3: [2, 1], 4: [3, 1], 5: [3, 2], 6: [3, 2, 1], 7: [4, 2, 1]}.get(count, [3, count - 5, 2])
+    return [found, found[::-1]]
 
 
 # -- the measurement
@@ -228,17 +234,20 @@ def _gradient(trainer: Any, whole: Any) -> list[Tensor | None]:
 
 
 def _compared(
-    whole: Sequence[Tensor | None], trainer: Any, parts: Sequence[Any], weighing: Weighing | None
+    whole: Sequence[Tensor | None], trainer: Any, cuts: Sequence[Sequence[Any]], weighing: Weighing | None
 ) -> tuple[float, float]:
-    """Relative error and ratio of norms of the window under this weighing."""
+    """Largest relative error of these windows under this weighing, with the ratio of its norms."""
     windows = Windows(trainer, weighing, world_size=1)
     if weighing is not None:
         windows.put_on()
+    found = []
     try:
-        _accumulate(trainer, parts)
+        for parts in cuts:
+            _accumulate(trainer, parts)
+            found.append(_distance(whole, trainer.model.parameters()))
     finally:
         windows.take_off()
-    return _distance(whole, trainer.model.parameters())
+    return max(found)
 
 
 def _distance(whole: Sequence[Tensor | None], parameters: Iterable[nn.Parameter]) -> tuple[float, float]:

@@ -25,6 +25,7 @@ from autoaccum.integrations.trainer.workload import (
 )
 from autoaccum.levers.space import LEVERS
 from autoaccum.plan import Plan
+from autoaccum.preserve import random_states_kept
 from autoaccum.ranks import Ranks
 from autoaccum.tune import autotune
 
@@ -143,7 +144,8 @@ def _found(trainer: Any, data: Any, at_most: int, asked: Weighing | None) -> tup
     """What was measured of a few rows, of two where more do not fit, and what they may be weighted by."""
     shifts = bool(getattr(trainer, "_loss_shifts_labels", False))
     for count in (at_most, 2):
-        rows = few_rows(data, count)
+        with random_states_kept():
+            rows = few_rows(data, count)
         known = weighings_for(rows.whole, shifts) if asked is None else [asked]
         try:
             return examined(trainer, rows, known), known
