@@ -364,6 +364,21 @@ def test_loss_function_without_the_count_is_that_of_the_big_batch(tmp_path: Path
     assert distance(trained(trainer), big_batch(make, tmp_path)) <= 2e-6
 
 
+class Regularises(transformers.Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        return loss + 0.1 * sum(parameter.square().sum() for parameter in model.parameters())
+
+
+def test_term_that_every_micro_batch_adds_counts_once(tmp_path: Path) -> None:
+    """A penalty on the weights, which the trainer would add once per micro-batch, is that of the big batch."""
+    make = trainer_of("llama", Regularises)
+    trainer = make(arguments(tmp_path))
+    plan = tuned(trainer)
+    assert any("accumulates another gradient" in text for text in plan.warnings)
+    assert distance(trained(trainer), big_batch(make, tmp_path)) <= 2e-6
+
+
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0])
 
 
@@ -672,6 +687,24 @@ def test_rows_that_a_collator_masks_at_random_are_compared_with_themselves(tmp_p
     plan = tuned(trainer)
     assert any("labels other than -100" in text for text in plan.warnings)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_rows_packed_into_one_are_those_of_the_big_batch(tmp_path: Path) -> None:
+    """A collator that puts rows one after the other, without padding, gives batches that cannot be cut: they are collated."""
+
+    class Lists(OfManyLengths):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            row = super().__getitem__(index)
+            return {name: row[name].tolist() for name in ("input_ids", "labels")}
+
+    def packing(args: Any) -> Any:
+        torch.manual_seed(0)
+        collator = transformers.DataCollatorWithFlattening()
+        return transformers.Trainer(llama(), args, train_dataset=Lists(3 * TARGET), data_collator=collator)
+
+    trainer = packing(arguments(tmp_path))
+    tuned(trainer)
+    assert distance(trained(trainer), big_batch(packing, tmp_path)) <= 2e-6
 
 
 class OwnLoader(transformers.Trainer):
