@@ -690,7 +690,7 @@ def test_rows_that_a_collator_masks_at_random_are_compared_with_themselves(tmp_p
 
 
 def test_rows_packed_into_one_are_those_of_the_big_batch(tmp_path: Path) -> None:
-    """A collator that puts rows one after the other, without padding, gives batches that cannot be cut: they are collated."""
+    """Where a collator puts rows one after the other, batches cannot be cut by rows: each micro-batch is collated."""
 
     class Lists(OfManyLengths):
         def __getitem__(self, index: int) -> dict[str, Any]:
