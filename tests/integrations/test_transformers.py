@@ -689,6 +689,10 @@ def test_rows_that_a_collator_masks_at_random_are_compared_with_themselves(tmp_p
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.skipif(
+    int(transformers.__version__.split(".")[0]) < 5,
+    reason="before transformers 5 packed rows see each other without flash attention, which is refused",
+)
 def test_rows_packed_into_one_are_those_of_the_big_batch(tmp_path: Path) -> None:
     """Where a collator puts rows one after the other, batches cannot be cut by rows: each micro-batch is collated."""
 
