@@ -29,7 +29,7 @@ class Framework(NamedTuple):
 
 
 FRAMEWORKS = {
-    "transformers": Framework("transformers", "5.0", "Trainer counts the labels of a window in another way", "hf"),
+    "transformers": Framework("transformers", "4.55", "Trainer leaves out the last short window of an epoch", "hf"),
     "accelerate": Framework("accelerate", "0.21", "every end of the data cuts a window short", "accelerate"),
     "lightning": Framework("lightning", "2.4", "it needs pkg_resources, which setuptools has dropped", "lightning"),
     "deepspeed": Framework(

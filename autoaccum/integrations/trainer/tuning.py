@@ -1,0 +1,218 @@
+"""From a ready trainer to a plan, and the plan's numbers into the trainer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import torch
+import transformers
+
+from autoaccum.errors import InvalidRequestError
+from autoaccum.integrations.trainer.refusals import refuse_untunable, refuse_without_data
+from autoaccum.integrations.trainer.scaling import Finding, examined, few_rows, weighing_of, weighings_for
+from autoaccum.integrations.trainer.training import Tuned, tuned_callback
+from autoaccum.integrations.trainer.windows import Weighing
+from autoaccum.integrations.trainer.workload import (
+    TrainerStep,
+    as_in_training,
+    optimizer_of,
+    refuse_other_batch_size,
+    train_loader,
+)
+from autoaccum.levers.space import LEVERS
+from autoaccum.plan import Plan
+from autoaccum.preserve import random_states_kept
+from autoaccum.ranks import Ranks
+from autoaccum.tune import autotune
+
+_LOG = logging.getLogger("autoaccum")
+
+
+def tune(
+    trainer: Any, target_batch: int, *, levers: Any, weight: Any, check: bool, sample: Any, options: Mapping[str, Any]
+) -> Plan:
+    """What `tune_trainer` does once transformers is known to be there."""
+    refuse_untunable(trainer)
+    refuse_without_data(trainer)
+    asked = None if weight is None else weighing_of(weight)
+    earlier = tuned_callback(trainer)
+    with ExitStack() as undo:
+        if earlier is not None:
+            earlier.take_off()
+            undo.callback(earlier.put_on)
+        data = train_loader(trainer) if sample is None else sample
+        said: list[str] = []
+        plan = _searched(trainer, data, target_batch, _allowed(trainer, levers, said), options)
+        weighing = _weighing(trainer, data, plan, asked, check, said)
+        _put_in(trainer, plan, undo, is_own_data=sample is None)
+        plan = msgspec.structs.replace(plan, warnings=(*plan.warnings, *said))
+        for text in said:
+            _LOG.warning(text)
+        Tuned(trainer, plan, weighing).put_on()
+        undo.pop_all()
+    return plan
+
+
+def _searched(trainer: Any, data: Any, target_batch: int, levers: Any, options: Mapping[str, Any]) -> Plan:
+    with as_in_training(trainer):
+        plan = autotune(
+            trainer.model,
+            data,
+            target_batch,
+            training_step=TrainerStep(trainer),
+            optimizer=optimizer_of(trainer),
+            levers=levers,
+            equal_micro_batches=True,
+            **options,
+        )
+    if plan.world_size != trainer.args.world_size:
+        raise InvalidRequestError(
+            f"the trainer has {trainer.args.world_size} ranks and torch.distributed {plan.world_size}; "
+            "start the trainer's processes with torchrun or accelerate launch."
+        )
+    return plan
+
+
+def _allowed(trainer: Any, levers: Any, said: list[str]) -> Any:
+    """The levers that can be turned here."""
+    if trainer.args.torch_compile and levers != "none":
+        said.append("The model is compiled inside train(), where no lever can be turned; none was tried.")
+        return "none"
+    names = [levers] if isinstance(levers, str) else list(levers)
+    if "all" not in names and "precision" not in names:
+        return levers
+    chosen = dict(levers) if isinstance(levers, Mapping) else {
+        lever.name: list(lever.levels) for lever in LEVERS if levers == "all" or lever.name in names
+    }  # fmt: skip
+    if trainer.accelerator.mixed_precision in ("bf16", "fp16"):
+        said.append(
+            f"TrainingArguments has {trainer.accelerator.mixed_precision}=True already, so precision was not varied."
+        )
+        del chosen["precision"]
+    else:
+        given = chosen["precision"]
+        asked = [given] if isinstance(given, str) else list(given)
+        chosen["precision"] = [level for level in asked if level != "fp16"]
+        if "fp16" in asked:
+            said.append("fp16 needs a scaler that the trainer makes first of all: try it with TrainingArguments(fp16=True).")
+        if not chosen["precision"]:
+            del chosen["precision"]
+    return chosen
+
+
+def _weighing(trainer: Any, data: Any, plan: Plan, asked: Weighing | None, check: bool, said: list[str]) -> Weighing | None:
+    """How the trainer's scaling is corrected, None where it needs none."""
+    if not check:
+        said.append("check=False: whether the trainer's accumulation is that of the big batch was not looked at.")
+        return asked
+    if plan.accumulation_steps == 1 and asked is None:
+        return None  # every window is one micro-batch
+    finding = _agreed(trainer, data, plan, asked)
+    weighing = finding.weighing
+    if weighing is not None:
+        said.append(
+            f"{type(trainer.model).__name__} in this trainer accumulates another gradient than that of the big batch: wrong "
+            f"by {finding.error:.2g} over {finding.num_parts} uneven micro-batches, {finding.norm_ratio:.3f} times as long. "
+            f"While it trains, each micro-batch's loss is weighted by {weighing.name}, which was measured to be exact."
+        )
+    elif trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices:
+        said.append(
+            "average_tokens_across_devices=False: each rank's tokens are averaged on their own, so ranks with fewer tokens "
+            "weigh as much as others; set it to True for the gradient of the big batch."
+        )
+    return weighing
+
+
+def _agreed(trainer: Any, data: Any, plan: Plan, asked: Weighing | None) -> Finding:
+    """One finding for all ranks, that of the first one which found its trainer wrong."""
+    ranks = Ranks()
+    try:
+        finding, known = _found(trainer, data, plan.micro_batch, asked)
+    except Exception as error:
+        ranks.gather(None, f"{type(error).__name__}: {error}"[:500])
+        raise
+    names = ranks.gather(None if finding.weighing is None else finding.weighing.name)
+    wanted = next((name for name in names if name is not None), None)
+    return finding._replace(weighing=next((one for one in known if one.name == wanted), None))
+
+
+def _found(trainer: Any, data: Any, at_most: int, asked: Weighing | None) -> tuple[Finding, list[Weighing]]:
+    """What was measured of a few rows, of two where more do not fit, and what they may be weighted by."""
+    shifts = bool(getattr(trainer, "_loss_shifts_labels", False))
+    for count in (at_most, 2):
+        with random_states_kept():
+            rows = few_rows(data, count)
+        known = weighings_for(rows.whole, shifts) if asked is None else [asked]
+        try:
+            return examined(trainer, rows, known), known
+        except torch.OutOfMemoryError:
+            continue  # outside of this block its frames, and the activations in them, are gone
+    raise InvalidRequestError(
+        "two rows without levers do not fit, so the scaling of the loss could not be checked; pass check=False, and weight= "
+        "where the loss is a mean that the trainer does not scale."
+    )
+
+
+def _put_in(trainer: Any, plan: Plan, undo: ExitStack, *, is_own_data: bool) -> None:
+    """Give the trainer the plan's numbers."""
+    args = trainer.args
+    before = (args.per_device_train_batch_size, args.gradient_accumulation_steps, trainer._train_batch_size)
+
+    def put_back() -> None:
+        args.per_device_train_batch_size, args.gradient_accumulation_steps, trainer._train_batch_size = before
+
+    undo.callback(put_back)
+    args.per_device_train_batch_size = plan.micro_batch
+    args.gradient_accumulation_steps = plan.accumulation_steps
+    trainer._train_batch_size = args.train_batch_size
+    if is_own_data:
+        refuse_other_batch_size(trainer)
+
+
+def training_keywords(plan: Plan) -> dict[str, Any]:
+    """What `training_arguments` does once transformers is known to be there."""
+    sizes = set(plan.micro_batch_sizes)
+    if len(sizes) != 1 or plan.target_batch % plan.world_size:
+        raise InvalidRequestError(
+            f"the plan has micro-batches of {', '.join(map(str, sorted(sizes, reverse=True)))} rows, and TrainingArguments "
+            "takes one number; make it with autotune(..., equal_micro_batches=True)."
+        )
+    found: dict[str, Any] = {
+        "per_device_train_batch_size": plan.micro_batch,
+        "gradient_accumulation_steps": plan.accumulation_steps,
+        "auto_find_batch_size": False,
+    }
+    levers = plan.levers
+    if levers.offload != "off":
+        raise InvalidRequestError(_UNSAYABLE.format("offload='cpu'"))
+    if levers.precision != "fp32":
+        found[levers.precision] = True
+    if levers.checkpointing != "off" and levers.checkpointed_blocks:
+        new = "activation_checkpointing" in transformers.TrainingArguments.__dataclass_fields__
+        name = "activation_checkpointing" if new else "gradient_checkpointing"
+        found[name], found[f"{name}_kwargs"] = True, {"use_reentrant": False}
+    if levers.optimizer_impl != "default":
+        found |= _optimizer_keywords(plan)
+    return found
+
+
+_UNSAYABLE = (
+    "the plan has {}, which TrainingArguments cannot say; use tune_trainer, which turns it while the trainer trains, "
+    "or make the plan without."
+)
+
+
+def _optimizer_keywords(plan: Plan) -> dict[str, Any]:
+    name = "" if plan.environment is None else plan.environment.optimizer
+    device = "" if plan.environment is None else plan.environment.device
+    if plan.levers.optimizer_impl == "fused" and name.startswith("AdamW"):
+        return {"optim": "adamw_torch_fused"}
+    if plan.levers.optimizer_impl == "foreach" and name.startswith("AdamW") and device.startswith("cuda"):
+        return {"optim": "adamw_torch"}  # torch's own choice there
+    raise InvalidRequestError(
+        _UNSAYABLE.format(f"optimizer_impl={plan.levers.optimizer_impl!r} of {name or 'an optimizer'}")
+    )
