@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 
 import autoaccum
 from autoaccum.cli import cli
+from autoaccum.integrations import frameworks
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
@@ -58,6 +61,14 @@ def test_argument_is_in_the_readme(function: object) -> None:
     assert missing == []
 
 
+FRAMEWORKS = re.findall(r"## Frameworks\n.*?(?=\n## )", README, re.DOTALL)[0]
+
+
+def python_in(text: str) -> list[str]:
+    """The Python blocks of a part of the README."""
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
 SMALL = {  # the same with a model, a batch and a budget that take less time
     "Linear(512, 2048)": "Linear(64, 256)",
     "Linear(2048, 10)": "Linear(256, 10)",
@@ -77,7 +88,7 @@ SMALL = {  # the same with a model, a batch and a budget that take less time
 def test_python_in_the_readme_runs(changes: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python blocks run one after the other."""
     monkeypatch.chdir(tmp_path)
-    blocks = "\0".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+    blocks = "\0".join(python_in(README.replace(FRAMEWORKS, "")))
     for old, new in changes.items():
         assert old in blocks
         blocks = blocks.replace(old, new)
@@ -88,6 +99,57 @@ def test_python_in_the_readme_runs(changes: dict[str, str], tmp_path: Path, monk
     assert isinstance(plan, autoaccum.Plan)
     assert plan.accumulation_steps > 1
     assert (tmp_path / "plan.json").is_file()
+
+
+BEFORE = {  # what a user of the framework has already
+    "lightning.pytorch": """
+class Net(__import__("lightning").pytorch.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(16, 4)
+    def training_step(self, batch, batch_idx):
+        return loss_fn(self.net(batch[0]), batch[1])
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+""",
+    "torch.distributed.fsdp": """
+import tempfile
+torch.distributed.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
+""",
+    "deepspeed": """
+import os
+os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0", DS_ACCELERATOR="cpu")
+import deepspeed.ops.op_builder.cpu as built
+built.ShareMemCommBuilder.is_compatible = lambda *args, **kwargs: False  # it would be compiled first
+""",
+}
+AFTER = {  # what shows that it has trained
+    "transformers": "trainer.state.global_step == 3 and 'in this trainer' in str(plan.warnings)",
+    "accelerate": "plan.effective_batch == 256 and accelerator.sync_gradients",
+    "lightning.pytorch": "tuning.plan.effective_batch == 256 and trainer.global_step == 3",
+    "lightning.fabric": "plan.effective_batch == 256 and acc.state_dict()['windows'] == 3",
+    "deepspeed": "engine.train_batch_size() == 256 and engine.global_steps >= 2",
+    "torch.distributed.fsdp": "acc.step((torch.randn(rows, 16), torch.randint(4, (rows,)))).weight == 256",
+}
+
+
+def test_every_framework_is_in_the_readme() -> None:
+    """Every framework that autoaccum knows has lines of its own, and its extra is named."""
+    for name, known in frameworks.FRAMEWORKS.items():
+        assert any(name.split(".")[0] in block for block in python_in(FRAMEWORKS))
+        assert known.extra in FRAMEWORKS and (known.minimum in FRAMEWORKS or name in ("accelerate", "deepspeed"))
+
+
+@pytest.mark.parametrize(
+    "name", ["accelerate", *(pytest.param(name, marks=pytest.mark.slow) for name in AFTER if name != "accelerate")]
+)
+def test_lines_for_a_framework_train(name: str, run_child: Callable[..., Any], tmp_path: Path) -> None:
+    """The lines that stand under Frameworks run as they stand, after the ones that they go on from, and have trained."""
+    pytest.importorskip(name, reason=f"{name} is not installed")
+    common, *blocks = python_in(FRAMEWORKS)
+    (block,) = (block for block in blocks if f"from {name} import" in block or f"import {name}\n" in block)
+    source = [f"import os; os.chdir({str(tmp_path)!r})", "import torch, autoaccum", common, BEFORE.get(name, ""), block]
+    assert run_child("\n".join([*source, f"answer(bool({AFTER[name]}))"])) is True
 
 
 def test_the_two_commands_are_in_the_readme() -> None:
