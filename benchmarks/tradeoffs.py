@@ -7,8 +7,8 @@
 
 `reach`: at a budget at which the plain step holds a micro-batch of 2, how many rows fit with the exact levers, and how many
 probes that took. `sweep`: autotune at a target, then every setting of the levers (half of the blocks, or all) at every
-division of the target that fits, with the same measurement; the best of the sweep and the chosen setting are then measured in
-turn, and the ratio of their medians is what counts. Every case runs in a process of its own.
+division of the target that fits, with the same measurement; the best of the sweep and the chosen setting are then measured
+in turn, and the ratio of their medians is what counts. Every case runs in a process of its own.
 """
 
 from __future__ import annotations
