@@ -172,6 +172,9 @@ class Timeline(Record, frozen=True, kw_only=True):
     phases: tuple[tuple[int, Phase], ...]
     limit_bytes: int | None = None
 
+    def __hash__(self) -> int:
+        return hash((self.title, frozenset(self.held_bytes.items()), self.phases, self.limit_bytes))
+
 
 class Budget(Record, frozen=True, kw_only=True):
     """What this process may hold on the device, what it held at the start, and what the device has, in bytes."""

@@ -28,7 +28,7 @@ from autoaccum.request import Request
 from autoaccum.session import Search
 from autoaccum.workload import Workload
 
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # set by the test
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # set by the test
 WIDTH, NUM_BLOCKS = 16, 3
 DEVICE = "virtual:1GiB"
 
