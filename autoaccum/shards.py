@@ -59,6 +59,19 @@ def local_part(tensor: Tensor) -> Tensor:
     return found
 
 
+def distributed_as(tensor: Tensor, part: Tensor) -> Tensor:
+    """The part as what lies on this rank of a tensor that is distributed as another one is; nothing is exchanged."""
+    if local_part(tensor) is tensor:
+        return part
+    made: Tensor = type(tensor.data).from_local(  # type: ignore[attr-defined]
+        part,
+        tensor.device_mesh,  # type: ignore[attr-defined]
+        tensor.placements,  # type: ignore[attr-defined]
+        run_check=False,
+    )
+    return made
+
+
 def mesh_size(tensor: Tensor) -> int | None:
     """Over how many ranks a tensor is distributed, replicas included; None where it is not."""
     return None if local_part(tensor) is tensor else int(tensor.device_mesh.size())  # type: ignore[attr-defined]

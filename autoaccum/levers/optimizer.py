@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from autoaccum.levers.base import AbstractLever, Subject
 from autoaccum.records import Levers
-from autoaccum.shards import local_part
+from autoaccum.shards import distributed_as, local_part
 
 _FLAGS = {
     "for-loop": {"foreach": False, "fused": False},
@@ -108,7 +108,8 @@ def _reason_of_trial(optimizer: Optimizer, level: str) -> str | None:
 
 
 def _tiny(parameter: torch.Tensor) -> nn.Parameter:
-    made = nn.Parameter(torch.zeros(min(4, local_part(parameter).numel()), dtype=parameter.dtype, device=parameter.device))
+    # Distributed as the parameter is: not every operation knows what to do with that.
+    made = nn.Parameter(distributed_as(parameter, torch.zeros_like(_first(local_part(parameter.detach())))))
     made.grad = torch.zeros_like(made)
     return made
 
@@ -119,8 +120,13 @@ def _tiny_state(states: Mapping[Any, dict[str, Any]], parameter: torch.Tensor) -
     for name, value in found.items():
         if isinstance(value, torch.Tensor):
             here = local_part(value.detach())
-            found[name] = here.flatten()[:4].clone() if value.shape == parameter.shape else here.clone()
+            found[name] = distributed_as(value, _first(here) if value.shape == parameter.shape else here.clone())
     return found
+
+
+def _first(tensor: torch.Tensor) -> torch.Tensor:
+    """A few of its numbers, in as many dimensions."""
+    return tensor[tuple(slice(2) for _ in tensor.shape)].clone()
 
 
 def _move_counters(optimizer: Optimizer) -> None:
