@@ -56,7 +56,7 @@ from autoaccum.search import NOISE_FRAC, Standing, is_closed_by_convexity, propo
 from autoaccum.study import Study
 from autoaccum.timing import is_settled, timing_of
 from autoaccum.tradeoffs.points import Point
-from autoaccum.units import format_bytes
+from autoaccum.units import format_bytes, format_seconds
 from autoaccum.workload import Workload
 
 _WORTH_PREDICTING = 3  # sizes; fewer are tried in less time than two traces take
@@ -473,10 +473,12 @@ class Search:
         rows = sum(sizes) if self.share is None or self.ranks.world_size == 1 else self.share
         step_s = self._expected_step_s(levers, rows)
         limit = self.request.time_budget_s
-        left_s = _LONGEST_S if limit is None else max(0.0, limit - self.elapsed_s())
-        if step_s * 2 > min(_LONGEST_S, left_s):
+        left_s = _LONGEST_S if limit is None else min(_LONGEST_S, max(0.0, limit - self.elapsed_s()))
+        if step_s * 2 > left_s:
+            short = "" if left_s == _LONGEST_S else f" and little is left of time_budget_s={limit}"
             self.latest["timing"] = (
-                f"One optimizer step at the target takes about {step_s:.0f} s, so it was not run to the end and not timed."
+                f"One optimizer step at the target takes about {format_seconds(step_s)}{short}, so the last one was not "
+                "run to the end and not timed."
             )
             return [sizes[:MICRO_BATCHES_PER_WINDOW]] * WINDOWS_PER_PROBE, None
         self.latest["timing"] = None

@@ -154,3 +154,18 @@ except autoaccum.InvalidRequestError as error:
     answer(str(error))
 """
     assert "predict it before it is sharded" in run_alone(run_child, source)
+
+
+def test_implementation_that_shards_do_not_take_is_no_lever(run_child: Callable[..., Any]) -> None:
+    """Steps of torch without a rule for sharded parameters are skipped with torch's reason, before anything runs."""
+    source = """
+from autoaccum.levers import space_for
+from autoaccum.levers.base import Subject
+model = made()
+reasons = {}
+for kind in (torch.optim.SGD, torch.optim.AdamW):
+    space = space_for(["optimizer_impl"], Subject(model, torch.device("cpu"), kind(model.parameters(), lr=0.1)))
+    reasons[kind.__name__] = [one.level for one in space.skipped if "sharding strategy" in one.reason]
+answer(reasons)
+"""
+    assert run_alone(run_child, source) == {"SGD": ["fused"], "AdamW": []}

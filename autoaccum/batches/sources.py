@@ -297,6 +297,12 @@ def source_of(sample: Any, batch_dim: BatchDim = None, split: SplitFn | None = N
     Raises:
         InvalidRequestError: When it holds no rows, or they cannot be told.
     """
+    if sample is None or isinstance(sample, (str, bytes)) or (isinstance(sample, (list, tuple, dict)) and not sample):
+        what = f"an empty {type(sample).__name__}" if isinstance(sample, (list, tuple, dict)) else repr(sample)[:60]
+        raise InvalidRequestError(
+            f"the sample is {what}; expected a batch (tensors, in tuples, lists or mappings), a Dataset, a DataLoader, or a "
+            "callable n -> batch."
+        )
     if isinstance(sample, DataLoader):
         return _source_of_loader(sample, batch_dim, split)
     if _is_dataset(sample):

@@ -620,3 +620,12 @@ def test_sample_is_left_as_it_was() -> None:
     source_of(batch).micro_batches([2, 5])
     assert torch.equal(batch["x"], before["x"]) and batch["meta"]["tags"] == before["meta"]["tags"]
     assert torch.equal(batch["meta"]["more"][0], before["meta"]["more"][0])
+
+
+@pytest.mark.parametrize(
+    ("sample", "said"), [(None, "None"), ("data", "'data'"), ([], "an empty list"), ({}, "an empty dict")]
+)
+def test_what_is_no_sample_is_named(sample: Any, said: str) -> None:
+    """Nothing, a text or an empty collection is refused with what it is and what was expected."""
+    with pytest.raises(InvalidRequestError, match=f"the sample is {said}; expected a batch"):
+        source_of(sample)

@@ -48,6 +48,11 @@ def tune(
         said: list[str] = []
         plan = _searched(trainer, data, target_batch, _allowed(trainer, levers, said), options)
         weighing = _weighing(trainer, data, plan, asked, check, said)
+        if trainer.args.dataloader_drop_last and plan.accumulation_steps > 1:
+            said.append(
+                "dataloader_drop_last=True drops a short micro-batch and not a short window: the last optimizer step of an "
+                f"epoch may be of fewer than {target_batch} rows."
+            )
         _put_in(trainer, plan, undo, is_own_data=sample is None)
         plan = msgspec.structs.replace(plan, warnings=(*plan.warnings, *said))
         for text in said:
