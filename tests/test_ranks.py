@@ -146,7 +146,8 @@ def test_levers_are_chosen_alike_where_data_differs(slow_answers: Answers) -> No
 def test_all_exact_levers_are_chosen_alike(slow_answers: Answers) -> None:
     """Checkpointing, optimizer implementations and offload together: equal trials, an equal plan."""
     found = slow_answers["all_exact_levers"]
-    assert found[0] == found[1] and len(found[0][0]) > 5
+    assert found[0] == found[1]
+    assert len({candidate.partition("levers=")[2] for candidate, *_ in found[0][0]}) > 1
 
 
 @pytest.mark.slow
