@@ -29,6 +29,7 @@ _WORTH_FRAC = 0.01  # a setting that can be faster by no more than this is not r
 _RIVALS = 3  # settings that are measured again before one is chosen
 _ENUMERATED = 64  # points; more are sampled by the study
 _SAMPLED = 40  # and no more of them than this are run
+_COMPARING_S = 90.0  # where the caller sets no time, no further setting is run after so long
 
 
 class Explored(NamedTuple):
@@ -39,12 +40,14 @@ class Explored(NamedTuple):
         measured: Every setting whose optimizer steps were timed.
         chosen: The setting to use.
         left: Settings that were not run, with what their step was expected to take, in seconds.
+        is_cut: Whether settings that may be better were left because it took long.
     """
 
     now: Standing
     measured: list[Measured]
     chosen: Point
     left: dict[Point, float | None]
+    is_cut: bool = False
 
 
 @final
@@ -64,16 +67,32 @@ class Exploration:
         Raises:
             NothingFitsError: When no size fits under any lever that may be turned.
         """
-        now = self._as_it_is()
+        now, is_cut = self._as_it_is(), False
         if self._compares:
+            begun_s = self._search.elapsed_s()
             while (point := self._next(now)) is not None:
+                is_cut = self._takes_long(begun_s)
+                if is_cut:
+                    break
                 self._measure(point)
             self._measure_rivals()
         measured = self.measured()
         if not measured and now.best is None:
             self._search.raise_for_nothing()
         left = self._open_points(now) if self._compares else []
-        return Explored(now, measured, self._chosen(measured, now), {point: self._expected_s.get(point) for point in left})
+        expected = {point: self._expected_s.get(point) for point in left}
+        return Explored(now, measured, self._chosen(measured, now), expected, is_cut)
+
+    def _takes_long(self, begun_s: float) -> bool:
+        """Whether comparing has taken long enough, where something was measured and the caller has set no time."""
+        search = self._search
+        is_over = search.request.time_budget_s is None and search.elapsed_s() - begun_s > _COMPARING_S
+        if is_over and self.measured():
+            search.warnings.append(
+                f"Settings were compared for {_COMPARING_S:.0f} s and not to the end; time_budget_s= sets another limit."
+            )
+            return True
+        return False
 
     def _chosen(self, measured: Sequence[Measured], now: Standing) -> Point:
         if measured and (now.best is None or self._compares):

@@ -117,7 +117,7 @@ class _Writer:
             for trial in self._search.trials
             if not isinstance(trial.outcome, Fit) and trial.candidate.levers != AS_IT_IS
         }
-        late = self._search.time_is_up
+        late = self._search.time_is_up or self._explored.is_cut
         reason = "The time was up." if late else "It is not expected to be faster than what was measured."
         if self._search.request.objective == "memory" and not late:
             reason = "It is not expected to need less than what was measured."

@@ -829,3 +829,14 @@ def test_large_space_is_sampled_alike_with_the_same_seed() -> None:
     assert points_of(one) == points_of(same)
     assert points_of(one) != points_of(other)
     assert all(len(turned(plan)) <= 40 + 3 and plan.effective_batch == 2048 for plan in (one, other))
+
+
+def test_comparing_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the caller sets no time, comparisons are cut when they have taken long, and the plan says so."""
+    whole = tight()
+    monkeypatch.setattr("autoaccum.exploring._COMPARING_S", -1.0)
+    plan = tune(Net(overhead_s=512 * TICK_S), 12, "virtual:100KiB")
+    assert any("not to the end" in warning for warning in plan.warnings) and len(plan.trials) < len(whole.trials)
+    assert any(setting.note == "The time was up." for setting in plan.settings)
+    patient = tune(Net(overhead_s=512 * TICK_S), 12, "virtual:100KiB", time_budget_s=1e6)
+    assert not any("not to the end" in warning for warning in patient.warnings)
