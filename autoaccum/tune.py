@@ -99,10 +99,11 @@ def autotune(
             rank with the least room. "proportional": to the largest micro-batch that fits on each, so that a larger card
             takes more rows; levers are left as they are, `storage` and `cache` are not used, and ranks must not run in
             lockstep (FSDP, SyncBatchNorm).
-        time_budget_s: Seconds after which no further size is tried, once one fits.
+        time_budget_s: Seconds after which no further size is tried, once one fits; what runs by then is run to its end.
+            None: no further setting of the levers is run after 90 s, and sizes are tried to the end.
         process_group: The ranks that train together; None: the default group where one is initialised. Call on every rank,
             with the same arguments; only `budget`, `device` and the sample may differ, and of `storage` and `cache` those of
-            rank 0 count. A rank that dies is named on all others within 60 s, one that does not call within 300 s.
+            rank 0 count. A rank that dies is named 60 s after its last sign of life, one that does not call after 300 s.
         progress: Show a bar. None: when stderr is a terminal.
 
     Returns:
@@ -117,6 +118,7 @@ def autotune(
     Leaves behind:
         Nothing of the search. On the CPU with glibc, malloc's thresholds are at 32 MiB and 64 MiB afterwards, where glibc's
         own adapting ends; or at 64 KiB where the plan needs that to stay inside the budget, which `warnings` then says.
+        A model sharded by FSDP2 is set up as its first forward pass would; call `fully_shard` on all parts before.
 
     Example:
         >>> import torch, autoaccum
@@ -126,6 +128,8 @@ def autotune(
         (4096, 4096, 'memory')
     """
     with telling(process_group):
+        if target_batch is None:
+            raise InvalidRequestError("target_batch=None: autotune needs a target; probe() says how many samples fit.")
         workload = Workload(
             model,
             sample,
@@ -136,8 +140,6 @@ def autotune(
             batch_dim=batch_dim,
             split=split,
         )
-    if target_batch is None:
-        raise InvalidRequestError("target_batch=None: autotune needs a target; probe() says how many samples fit.")
     request = Request(
         target_batch=target_batch,
         budget=budget,
