@@ -190,10 +190,13 @@ def test_statistics_over_ranks_hang_nobody(searches: Answers) -> None:
 
 
 def test_reduction_is_in_the_peak_of_wrapped_models(answers: Answers) -> None:
-    """Buckets of DistributedDataParallel and the buffers of our own reduction, in float32 and bfloat16."""
+    """Buckets of DistributedDataParallel and the buffers of our own reduction, in float32 and bfloat16.
+
+    When an exchange lets go of a small tensor is for gloo's thread to say, hence the 1 %; the buckets are much more of it.
+    """
     for answer in answers:
         for measured, in_training in answer["wrapped_memory"]:
-            assert in_training <= measured <= 1.05 * in_training
+            assert 0.99 * in_training <= measured <= 1.05 * in_training
 
 
 @pytest.mark.parametrize("index", [0, 1], ids=["full", "selective"])
