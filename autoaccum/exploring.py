@@ -26,10 +26,11 @@ from autoaccum.tradeoffs.points import Measured, Point, measured_points, point_o
 from autoaccum.tradeoffs.sizes import sizes_of_interest
 
 _WORTH_FRAC = 0.01  # a setting that can be faster by no more than this is not run
-_RIVALS = 3  # settings that are measured again before one is chosen
+_RIVALS = 3  # settings that are measured again before one is chosen, at most
 _ENUMERATED = 64  # points; more are sampled by the study
 _SAMPLED = 40  # and no more of them than this are run
-_COMPARING_S = 90.0  # where the caller sets no time, no further setting is run after so long
+_COMPARING_S = 45.0  # where the caller sets no time, no further setting is run after so long
+_COMPARED = 4  # but so many are
 
 
 class Explored(NamedTuple):
@@ -87,7 +88,7 @@ class Exploration:
         """Whether comparing has taken long enough, where something was measured and the caller has set no time."""
         search = self._search
         is_over = search.request.time_budget_s is None and search.elapsed_s() - begun_s > _COMPARING_S
-        if is_over and self.measured():
+        if is_over and len(self.measured()) >= _COMPARED:
             search.warnings.append(
                 f"Settings were compared for {_COMPARING_S:.0f} s and not to the end; time_budget_s= sets another limit."
             )
@@ -276,10 +277,9 @@ class Exploration:
 
     def _measure_rivals(self) -> None:
         """Once more in turn, so that what the machine did in between weighs less."""
-        close = rivals(self.measured())
-        if self._search.request.objective == "memory" or len(close) == 1:
+        if self._search.request.objective == "memory":
             return
-        for one in close[:_RIVALS]:
+        for one in rivals(self.measured(), _RIVALS):
             if not self._search.time_is_up:
                 self._measure(one.point)
 

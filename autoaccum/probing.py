@@ -159,6 +159,7 @@ def run_trial(
     feed: Callable[[Sequence[int]], Sequence[Any]],
     purpose: Any = "probe",
     is_enough: IsEnough | None = None,
+    warm_up: int | None = None,
     company: Company | None = None,
 ) -> Attempt:
     """Run the windows at the candidate's size under the budget and say whether they fitted.
@@ -170,6 +171,7 @@ def run_trial(
         feed: Gives the micro-batches of one window.
         purpose: See `Trial`.
         is_enough: Asked with the times of all windows but the first; while it says no, the last window is run again.
+        warm_up: The first window runs only so many of its micro-batches; None: all.
         company: The other ranks; None: this process on its own.
 
     Returns:
@@ -187,7 +189,7 @@ def run_trial(
 
     def run() -> _Measured:
         with company.on_trial(), device.limited_to(budget_bytes):
-            return _run_windows(workload, device, candidate.levers, windows, is_enough, feed, progress, company)
+            return _run_windows(workload, device, candidate.levers, windows, is_enough, warm_up, feed, progress, company)
 
     try:
         came_out = attempted(run, _ABOUT_THE_SIZE)
@@ -224,6 +226,7 @@ def _run_windows(
     levers: Levers,
     windows: Sequence[Sequence[int]],
     is_enough: IsEnough | None,
+    warm_up: int | None,
     feed: Callable[[Sequence[int]], Sequence[Any]],
     progress: Progress,
     company: Company,
@@ -243,6 +246,8 @@ def _run_windows(
             for sizes in _repeated(windows, times_s, is_enough):
                 begun = time.perf_counter()
                 micro_batches, weights = batches[tuple(sizes)]
+                if not times_s:
+                    micro_batches, weights = micro_batches[:warm_up], weights[:warm_up]
                 loss = run_window(
                     micro_batches,
                     weights,  # what is measured does not depend on them; rows need nothing read from the labels

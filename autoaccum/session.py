@@ -373,6 +373,8 @@ class Search:
         if now is not None:
             self.settle(levers, now, schedule.micro_batch)
         windows, is_enough = self._plan_windows(levers, schedule.sizes[self.ranks.rank])
+        # The caller's own setting runs whole steps from the first one on: its data is what may hold a NaN.
+        warm_up = None if levers == _AS_IT_IS or self.together.is_needed else MICRO_BATCHES_PER_WINDOW
         # Of a step that is too long to be run to its end, no rank runs more micro-batches than this.
         at_most = None if self.latest["timing"] is None else MICRO_BATCHES_PER_WINDOW
         num_micro_batches = max(len(of_rank[:at_most]) for of_rank in schedule.sizes)
@@ -380,7 +382,7 @@ class Search:
         # Where a size is too small it is the smallest one of the plan: the largest was probed and runs.
         floor = Candidate(micro_batch=smallest(schedule.sizes), levers=levers)
         feed = self.workload.source.micro_batches
-        trial = self._run(candidate, windows, feed, "confirm", is_enough, floor, num_micro_batches).trial
+        trial = self._run(candidate, windows, feed, "confirm", is_enough, floor, num_micro_batches, warm_up).trial
         return trial if isinstance(trial.outcome, Fit) else None
 
     def _run(
@@ -392,12 +394,14 @@ class Search:
         is_enough: IsEnough | None = None,
         floor: Candidate | None = None,
         num_micro_batches: int = MICRO_BATCHES_PER_WINDOW,
+        warm_up: int | None = None,
     ) -> Attempt:
         """Run one trial, agree on its outcome over the ranks, and add it to the log.
 
         Args:
             floor: What the trial is of when it was too small to run.
             num_micro_batches: Of each window, the most of all ranks.
+            warm_up: Micro-batches of the first window, which is not timed; None: all of them.
         """
         if self.listener is not None:
             self.listener.started(candidate, purpose)
@@ -414,6 +418,7 @@ class Search:
                 feed=feed,
                 purpose=purpose,
                 is_enough=is_enough,
+                warm_up=warm_up,
                 company=Company(self.together, self._group, num_micro_batches=num_micro_batches),
             )
         except BaseException:

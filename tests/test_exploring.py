@@ -835,6 +835,7 @@ def test_comparing_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the caller sets no time, comparisons are cut when they have taken long, and the plan says so."""
     whole = tight()
     monkeypatch.setattr("autoaccum.exploring._COMPARING_S", -1.0)
+    monkeypatch.setattr("autoaccum.exploring._COMPARED", 1)
     plan = tune(Net(overhead_s=512 * TICK_S), 12, "virtual:100KiB")
     assert any("not to the end" in warning for warning in plan.warnings) and len(plan.trials) < len(whole.trials)
     assert any(setting.note == "The time was up." for setting in plan.settings)

@@ -19,7 +19,9 @@ from autoaccum.records import Candidate, Fit, OutOfMemory, Refused
 from autoaccum.workload import Workload
 
 
-def attempt(workload: Workload, size: int, *, budget: int = 2**30, windows: Any = None) -> Attempt:
+def attempt(
+    workload: Workload, size: int, *, budget: int = 2**30, windows: Any = None, warm_up: int | None = None
+) -> Attempt:
     device = VirtualDevice("1GiB")
     with preserved(workload.module, workload.own_optimizer, device=workload.device) as snapshot:
         return run_trial(
@@ -30,6 +32,7 @@ def attempt(workload: Workload, size: int, *, budget: int = 2**30, windows: Any 
             snapshot=snapshot,
             windows=windows or [[size, size]] * 2,
             feed=lambda sizes: [workload.source.take(size) for size in sizes],
+            warm_up=warm_up,
         )
 
 
@@ -186,6 +189,20 @@ def test_windows_of_the_plans_sizes_are_run() -> None:
     assert found.trial.rows_per_step == 7
     assert isinstance(found.trial.outcome, Fit)
     assert len(found.trial.outcome.step_times_s) == 2
+
+
+def test_warming_up_takes_part_of_the_first_window() -> None:
+    """Where so many micro-batches are enough to warm up, the first window runs no more, and the timed ones run whole."""
+    seen: list[int] = []
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        seen.append(len(batch))
+        return model(batch).mean()
+
+    found = attempt(linear(step), 4, windows=[[4, 4, 4, 3]] * 2, warm_up=2)
+    assert seen == [4, 4, 4, 4, 4, 3]
+    assert found.trial.rows_per_step == 15
+    assert isinstance(found.trial.outcome, Fit) and len(found.trial.outcome.step_times_s) == 1
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ there. Knows nothing of traces.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import signal
 import sys
@@ -67,6 +68,7 @@ def apart(run: Callable[[], T]) -> T:
 
 def _work(run: Callable[[], object], sender: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process
+    gc.freeze()  # what the parent made stays; looking through it takes as long as many a trace
     torch.set_num_threads(1)  # the pool of threads was not copied, and a parallel kernel would wait for it
     try:
         sender.send((run(),))

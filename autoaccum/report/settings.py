@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autoaccum.records import PlanRecord, Setting
 from autoaccum.report.tables import Cells, is_default, levers_in_words, rate_in_words, timing_in_words, without_empty
-from autoaccum.timing import are_equal
+from autoaccum.timing import are_equal, noise_frac
 from autoaccum.units import format_bytes, format_seconds
 
 _ORDER = ("chosen", "measured", "not allowed", "does not fit", "not run")
@@ -51,6 +51,28 @@ def setting_cells(plan: PlanRecord) -> Cells:
         "relative memory",
     )
     return without_empty(header, [_cells(plan, setting, base) for setting in ordered(plan.settings)])
+
+
+def brief_cells(plan: PlanRecord) -> Cells:
+    """What was measured, or would be possible, in few words; what was not run is left out, and the chosen one is starred."""
+    base = baseline(plan.settings)
+    header = ("", "levers", "micro-batch x steps", f"peak of {format_bytes(plan.budget_bytes)}", "optimizer step", "speed")
+    shown = [setting for setting in ordered(plan.settings) if setting.standing != "not run"]
+    return without_empty(header, [_brief_cells(setting, base) for setting in shown])
+
+
+def _brief_cells(setting: Setting, base: Setting | None) -> tuple[str, ...]:
+    peak_bytes = setting.predicted_peak_bytes if setting.peak_bytes is None else setting.peak_bytes
+    timing = setting.timing
+    step = setting.standing if timing is None else f"{format_seconds(timing.median_s)} \u00b1{noise_frac(timing):.0%}"
+    return (
+        "*" if setting.standing == "chosen" else "",
+        levers_in_words(setting.levers),
+        f"{setting.micro_batch} x {setting.accumulation_steps}",
+        format_bytes(peak_bytes),
+        step,
+        "" if base is None else _speed(setting, base),
+    )
 
 
 def setting_notes(plan: PlanRecord) -> tuple[str, ...]:

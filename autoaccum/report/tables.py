@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from typing import Any, NamedTuple, assert_never
 
 import msgspec
@@ -15,7 +16,6 @@ NO_LEVER = "none"
 COLUMNS_OF_WORDS = frozenset({"standing", "levers", "outcome", "note", "GPU"})  # the others hold numbers
 TRIAL_HEADER = ("micro-batch", "levers", "outcome", "peak", "optimizer step", "samples/s", "took")
 OUTLOOK_HEADER = ("GPU", "micro-batch x steps", "peak", "of", "levers")
-_PURPOSES = {"probe": "", "confirm": " (the plan's step)"}
 
 
 class Cells(NamedTuple):
@@ -147,7 +147,10 @@ def _noise_in_words(timing: Timing) -> str:
 
 
 def trial_cells(trials: Sequence[Trial]) -> Cells:
-    """Trials as text, in the order run; with a column of levers where any trial turns one."""
+    """Trials as text, in the order run: `4` was probed, `4 x 3` is a plan's own optimizer step of three micro-batches.
+
+    With a column of levers where any trial turns one.
+    """
     turned = any(not is_default(trial.candidate.levers) for trial in trials)
     rows = zip(trials, trial_rows(trials), strict=True)
     return without_empty(TRIAL_HEADER, [_trial_cells(trial, row, turned) for trial, row in rows])
@@ -156,7 +159,7 @@ def trial_cells(trials: Sequence[Trial]) -> Cells:
 def _trial_cells(trial: Trial, row: dict[str, Any], turned: bool) -> tuple[str, ...]:
     offloaded = f" + {format_bytes(row['offloaded_bytes'])} on the host" if row["offloaded_bytes"] else ""
     return (
-        f"{row['micro_batch']}{_PURPOSES[trial.purpose]}",
+        _sizes_in_words(trial),
         levers_in_words(trial.candidate.levers) if turned else "",
         row["outcome"],
         format_bytes(row["peak_bytes"]) + offloaded,
@@ -164,6 +167,12 @@ def _trial_cells(trial: Trial, row: dict[str, Any], turned: bool) -> tuple[str, 
         rate_in_words(row["samples_per_s"]),
         format_seconds(trial.wall_s),
     )
+
+
+def _sizes_in_words(trial: Trial) -> str:
+    """The size that was probed; of a plan's own steps also how many micro-batches make up each."""
+    size = trial.candidate.micro_batch
+    return str(size) if trial.purpose == "probe" else f"{size} x {ceil(trial.rows_per_step / size)}"
 
 
 def outlook_cells(outlooks: Sequence[Outlook]) -> Cells:

@@ -205,10 +205,10 @@ def test_no_column_of_levers_without_any(trials: tuple[Trial, ...]) -> None:
 
 
 def test_cells_are_read_by_people(trials: tuple[Trial, ...]) -> None:
-    """Cells have units, mark the plan's own step, and show a dash for what is not known."""
+    """Cells have units, say how many micro-batches a plan's own step has, and show a dash for what is not known."""
     rows = trial_cells(trials).rows
     assert rows[2] == ("4", "fits", "20.00 MiB", "750 ms", "10.67", "2 s")
-    assert rows[9] == ("4 (the plan's step)", "fits", "22.00 MiB", "500 ms", "22", "2 s")
+    assert rows[9] == ("4 x 3", "fits", "22.00 MiB", "500 ms", "22", "2 s")
     assert rows[3] == ("64", "out of memory in backward", "-", "-", "-", "2 s")
     assert rows[10] == ("3", "fits", "15.00 MiB", "-", "-", "2 s")
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum.records import Levers, Timing
+from autoaccum.timing import timing_of
 from autoaccum.tradeoffs.choosing import best, pareto_front, recomputation, rivals
 from autoaccum.tradeoffs.points import Measured, Point
 
@@ -28,6 +29,13 @@ def ran(seconds: float, peak: int = 100, levers: Levers = PLAIN, size: int = 16,
     """A setting whose step takes so long, give or take the noise."""
     timing = Timing(median_s=seconds, first_quartile_s=seconds, third_quartile_s=seconds, num=20, interval_frac=noise)
     return Measured(Point(levers, size), timing, peak)
+
+
+def once(seconds: float, peak: int) -> Measured:
+    """A setting whose step was timed a single time."""
+    timing = timing_of([seconds])
+    assert timing is not None
+    return Measured(Point(PLAIN, peak), timing, peak)
 
 
 all_levers = st.one_of(
@@ -84,6 +92,13 @@ def test_slower_than_the_noise_is_not_equal() -> None:
     assert best([fast, ran(1.02, peak=1)], "throughput", 10**9) is fast
 
 
+def test_noise_alone_makes_nothing_equal() -> None:
+    """Where a step was timed once, a setting that was 5 % slower is not taken for its memory, and one 2 % slower is."""
+    fast, slow, near = (once(step_s, peak) for step_s, peak in ((1.0, 9), (1.05, 1), (1.02, 2)))
+    assert best([fast, slow], "throughput", 0) is fast
+    assert best([fast, near], "throughput", 0) is near
+
+
 @given(several)
 def test_chosen_is_never_slower_than_the_fastest_by_more_than_the_noise(measured: Sequence[Measured]) -> None:
     """Whatever else is weighed, the choice is the fastest or equal to it within the noise of one of the two."""
@@ -126,14 +141,21 @@ def test_fastest_of_equal_peaks_is_chosen_for_memory() -> None:
 
 
 def test_single_setting_has_no_rival() -> None:
-    """Where one setting is clearly the fastest, it is the only one."""
-    assert len(rivals([ran(1.0), ran(1.2), ran(2.0)])) == 1
+    """Where one setting is clearly the fastest, nothing is to be measured again."""
+    assert rivals([ran(1.0), ran(1.2), ran(2.0)], 3) == []
 
 
 def test_settings_close_behind_are_rivals() -> None:
     """Settings within 5 % of the fastest are to be measured again, the fastest first."""
-    found = rivals([ran(1.04), ran(2.0), ran(1.0), ran(1.06)])
+    found = rivals([ran(1.04), ran(2.0), ran(1.0), ran(1.06)], 3)
     assert [one.timing.median_s for one in found] == [1.0, 1.04]
+
+
+def test_what_would_be_chosen_is_a_rival() -> None:
+    """Where only so many are measured again, the lean one that counts as equal is among them."""
+    lean = ran(1.009, peak=1)
+    found = rivals([lean, ran(1.0, peak=10), ran(1.001, peak=10), ran(1.002, peak=10)], 2)
+    assert [one.timing.median_s for one in found] == [1.0, 1.009]
 
 
 # -- the front
