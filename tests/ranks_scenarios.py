@@ -29,6 +29,7 @@ import autoaccum
 from autoaccum import meeting, session
 from autoaccum.records import Trial
 from autoaccum.request import Request
+from autoaccum.session import pace
 from autoaccum.tune import tune_workload
 from autoaccum.workload import Workload
 
@@ -562,7 +563,7 @@ def kept(rank: int) -> Any:
 def main(folder: Path, names: list[str]) -> None:
     """Run these scenarios one after the other, each by new copies of this process."""
     torch.set_num_threads(1)
-    session._MEASURED_S = 0.2
+    pace._MEASURED_S = 0.2
     autoaccum.autotune(Blocks(), torch.ones(4, 16), 8, device="virtual:1MiB")  # what it loads, copies have
     answers = {}
     for name in names:

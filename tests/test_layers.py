@@ -22,7 +22,7 @@ ROWS = (
     ("losses", "catching", "gradients", "rewind", "sharding", "engines", "wrapped"),
     ("workload", "reduction", "lockstep"),
     ("request",),
-    ("window", "budget", "fingerprint"),
+    ("window", "budget", "fingerprint", "environment"),
     ("probing", "checking", "agreeing"),
     ("prediction",),
     ("report",),

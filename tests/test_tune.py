@@ -560,7 +560,7 @@ def test_failure_at_any_forward_leaves_the_state_as_it_was(
     errors: Sequence[Callable[[], BaseException]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever forward of the search fails, and however, everything is put back."""
-    monkeypatch.setattr("autoaccum.session._MOST_STEPS", 2)  # of the plan's step, which is timed; they are all alike
+    monkeypatch.setattr("autoaccum.session.pace._MOST_STEPS", 2)  # of the plan's step, which is timed; they are all alike
     model, optimizer = trained()
     search(model, optimizer, "virtual:1GiB")
     forwards = model.calls

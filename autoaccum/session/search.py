@@ -6,28 +6,24 @@ in rows above; everything that runs the user's code is in `probing`.
 
 from __future__ import annotations
 
-import gc
-import platform
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
-from math import inf
-from typing import Any, Literal, NamedTuple, Protocol, final
+from typing import Any, Literal, NoReturn, Protocol, final
 
-import torch
+import msgspec
 
 from autoaccum.agreeing import call_of, refuse_differing
-from autoaccum.budget import resolved_budget, weights_in_words
+from autoaccum.budget import resolved_budget
 from autoaccum.choose import Schedule, remarks
 from autoaccum.devices import device_for
 from autoaccum.devices.base import Steadiness
-from autoaccum.errors import InvalidRequestError, NothingFitsError, RankMismatchError
+from autoaccum.environment import environment_of
+from autoaccum.errors import InvalidRequestError
 from autoaccum.fingerprint import fingerprint_of
 from autoaccum.levers import Space, common, space_for
 from autoaccum.lockstep import Lockstep
 from autoaccum.meeting import Meeting
-from autoaccum.prediction.forecast import Forecast, Traced, take_first_step, traced
+from autoaccum.prediction.forecast import Forecast
 from autoaccum.preserve import Snapshot, preserved
 from autoaccum.probing import (
     MICRO_BATCHES_PER_WINDOW,
@@ -39,32 +35,29 @@ from autoaccum.probing import (
     run_trial,
     subject_on,
 )
-from autoaccum.ranks import worst
 from autoaccum.records import (
     Candidate,
     Environment,
     Fit,
     Levers,
-    LimitedBy,
     OutOfMemory,
     Refused,
     Trial,
 )
-from autoaccum.request import ROWS_WITHOUT_BOUND, Request, checked, largest_of_use, sizes_of_use
+from autoaccum.request import Request, checked, sizes_of_use
 from autoaccum.schedule import shares, smallest
 from autoaccum.search import NOISE_FRAC, Standing, is_closed_by_convexity, propose, standing
+from autoaccum.session.bounds import bounds_of
+from autoaccum.session.clock import Clock
+from autoaccum.session.forecasts import Forecasts
+from autoaccum.session.giving_up import is_of_memory, nothing_runs, refuse_growing_plans
+from autoaccum.session.pace import Pace, pace_of
+from autoaccum.session.saying import Said, trial_of_all
 from autoaccum.study import Study
-from autoaccum.timing import is_settled, timing_of
 from autoaccum.tradeoffs.points import Point
-from autoaccum.units import format_bytes, format_seconds
 from autoaccum.workload import Workload
 
 _WORTH_PREDICTING = 3  # sizes; fewer are tried in less time than two traces take
-_MOST_CONFIRMS = 3  # plans whose own step failed, before it is not the size that is at fault
-_MEASURED_S = 5.0  # a setting's optimizer steps are repeated no longer than this
-_MOST_STEPS = 50  # nor more often
-_BEATEN_FRAC, _BEATEN_STEPS = 0.1, 3  # nor when the best of so many steps is slower than the fastest setting by this much
-_LONGEST_S = 60.0  # two optimizer steps that take longer than this are not run to their end
 _AS_IT_IS = Levers()
 
 Purpose = Literal["probe", "confirm"]
@@ -81,24 +74,6 @@ class Listener(Protocol):
 
     def finished(self, trial: Trial) -> None:
         """A trial is over."""
-
-
-class _Said(NamedTuple):
-    """What a rank says after a trial.
-
-    Attributes:
-        state_bytes: What the optimizer held.
-        elapsed_s: How long the search has taken so far.
-        called_off: It broke off because another rank had failed, and what came of the trial is for that one to say.
-        news, busy: From the study that other machines share: trials run there, and what runs there now.
-    """
-
-    trial: Trial
-    state_bytes: int | None
-    elapsed_s: float
-    called_off: bool
-    news: tuple[Trial, ...] = ()
-    busy: frozenset[Point] = frozenset()
 
 
 @final
@@ -123,9 +98,7 @@ class Search:
         log: Sequence[Trial],
         call: str = "autotune",
     ) -> None:
-        self._begun = time.monotonic()
-        self._agreed_s = 0.0
-        self.tracing_s = 0.0  # spent on predictions, on all ranks the same
+        self._clock = Clock()
         self.workload, self.listener = workload, listener
         self.ranks, self._group = Meeting(process_group), process_group
         self.trials: list[Trial] = list(log)
@@ -133,11 +106,11 @@ class Search:
         self.latest: dict[str, str | None] = {}  # what may be said again, when only the last word counts
         self._errors: dict[Candidate, Exception] = {}
         self._state_bytes: int | None = None
-        self._forecasts: dict[Levers, Forecast | None] = {}
         self.study: Study | None = None  # on the first rank alone
         self.uses_study = False
         self.busy: frozenset[Point] = frozenset()  # what other machines that share the study are running
         self.time_is_up = False
+        self._clock.is_shared = self.ranks.world_size > 1
         self._stack = ExitStack()
         try:
             refuse_differing(self.ranks, call_of(workload, request, call), workload)
@@ -160,8 +133,15 @@ class Search:
             )
         target = self.request.target_batch
         self.share = None if target is None else shares(target, self.ranks.world_size)[0]
-        self.top, self.bound = self._top()
-        self.own_top = self.top, self.bound
+        length = self.workload.source.length
+        bounds = bounds_of(self.request, share=self.share, length=length, world_size=self.ranks.world_size)
+        self.own_top = self.top, self.bound = bounds.top, bounds.bound
+        self.latest["bound"] = bounds.note
+        if length is not None and self.share is not None and self.share > length:
+            self.warnings.append(
+                f"target_batch={target} asks {self.share} samples of each rank per optimizer step, and the data has only "
+                f"{length}: one step would see samples more than once."
+            )
         self.budget = resolved_budget(self.request.budget, self.device, self.workload, self.warnings)
 
     def _agree_on_bounds(self) -> None:
@@ -169,33 +149,6 @@ class Search:
         bounds = self.ranks.gather((self.top, self.bound, self.budget.budget_bytes))
         self.top, self.bound, _ = min(bounds, key=lambda of_rank: of_rank[0])
         self.guide_bytes = min(budget_bytes for _, _, budget_bytes in bounds)
-
-    def _top(self) -> tuple[int, LimitedBy]:
-        """The largest size worth trying, and what sets it."""
-        length = self.workload.source.length
-        most = self.share
-        if self.request.shares == "proportional" and self.ranks.world_size > 1:
-            assert self.request.target_batch is not None
-            most = self.request.target_batch - (self.ranks.world_size - 1)  # the others have a row each
-        found = largest_of_use(self.request, most, length)
-        if found is None:
-            self.latest["bound"] = (
-                f"Nothing bounds this search, so it goes no further than {ROWS_WITHOUT_BOUND:,} rows; "
-                "max_micro_batch sets another bound."
-            )
-            return ROWS_WITHOUT_BOUND, "caller"
-        top, bound = found
-        if top < self.request.multiple_of and top != most:
-            raise InvalidRequestError(
-                f"multiple_of={self.request.multiple_of} is larger than the largest micro-batch allowed ({top} rows); "
-                "lower it, or raise max_micro_batch."
-            )
-        if length is not None and self.share is not None and self.share > length:
-            self.warnings.append(
-                f"target_batch={self.request.target_batch} asks {self.share} samples of each rank per optimizer step, and "
-                f"the data has only {length}: one step would see samples more than once."
-            )
-        return top, bound
 
     def __enter__(self) -> Search:
         try:
@@ -219,6 +172,16 @@ class Search:
                 )
             )
             self._stack = stack.pop_all()
+        self._forecasts = Forecasts(
+            self.workload,
+            self.device,
+            self.ranks,
+            self._clock,
+            snapshot=self._snapshot,
+            multiple_of=self.request.multiple_of,
+            budget_bytes=self.budget.budget_bytes,
+            share=self.share,
+        )
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
@@ -257,7 +220,7 @@ class Search:
             )
         stored = self.ranks.gather([] if self.study is None else self.study.news())[0]
         if not any(isinstance(trial.outcome, Fit) for trial in stored):  # what was uncertain then is to be seen again
-            stored = [trial for trial in stored if _is_of_memory(trial)]
+            stored = [trial for trial in stored if is_of_memory(trial)]
         unknown = [trial for trial in self.trials if trial not in stored]
         self.trials = stored + unknown
         if self.study is not None:
@@ -299,59 +262,30 @@ class Search:
 
     def forecast(self, levers: Levers) -> Forecast | None:
         """The predicted peak of every size under these levers, traced once; None where there is no prediction."""
-        if levers not in self._forecasts:
-            self._forecasts[levers] = self._traced(levers) if self.request.predict else None
-        return self._forecasts[levers]
-
-    def _traced(self, levers: Levers) -> Forecast | None:
+        if not self.request.predict:
+            return None
         if self.together.is_sharded or self.together.is_needed:
             self.latest["forecast"] = (
                 "No prediction: ranks exchange parameters or statistics inside this model's step, which cannot be traced; "
                 "sizes were searched by doubling and bisection."
             )
             return None
-        begun = time.monotonic()
-        # Ranks' data and memory may differ. All go by the first one's prediction, above what the fullest one holds.
-        found: Traced | None = None
-        if self.ranks.rank == 0:
-            found = traced(
-                self.workload,
-                self.device,
-                multiple_of=self.request.multiple_of,
-                snapshot=self._snapshot,
-                budget_bytes=self.budget.budget_bytes,
-                levers=levers,
-            )
-        if self.device.is_host:
-            take_first_step()
-        gc.collect()
-        self.device.release()  # what earlier work left in a cache is used again, and would be counted twice
-        held_bytes = self.device.held_bytes(self.workload.resident())
-        own = found if self.ranks.rank == 0 else None
-        heard = self.ranks.gather((own, held_bytes, time.monotonic() - begun, self._elapsed_s()))
-        found = heard[0][0]
-        self.tracing_s += max(tracing_s for _, _, tracing_s, _ in heard)
-        self._agreed_s = max(elapsed_s for _, _, _, elapsed_s in heard)
-        assert found is not None
-        if levers == _AS_IT_IS:
-            self.latest["forecast"] = found.note
-        if found.growth is None:
-            return None
-        is_cut = self.device.is_host and self.workload.source.cuts_views
-        return Forecast(
-            found.growth,
-            unit=self.device.unit,
-            held_bytes=max(of_rank for _, of_rank, _, _ in heard),
-            whole_batch=self.share if is_cut else None,
-        )
+        found = self._forecasts.of(levers)
+        self.latest["forecast"] = self._forecasts.note
+        return found
 
     def known_forecasts(self) -> dict[Levers, Forecast]:
         """The predictions that were made."""
-        return {levers: forecast for levers, forecast in self._forecasts.items() if forecast is not None}
+        return self._forecasts.known()
+
+    @property
+    def tracing_s(self) -> float:
+        """Spent on predictions, on all ranks the same."""
+        return self._forecasts.tracing_s
 
     def noise_frac(self, levers: Levers) -> float:
         """By how much peaks wander here, as a fraction of the budget."""
-        forecast = self._forecasts.get(levers)
+        forecast = self._forecasts.known().get(levers)
         return NOISE_FRAC if forecast is None else forecast.noise_frac
 
     # -- running
@@ -372,18 +306,29 @@ class Search:
         """
         if now is not None:
             self.settle(levers, now, schedule.micro_batch)
-        windows, is_enough = self._plan_windows(levers, schedule.sizes[self.ranks.rank])
+        pace = self._pace(levers, schedule.sizes[self.ranks.rank])
+        self.latest["timing"] = pace.note
         # The caller's own setting runs whole steps from the first one on: its data is what may hold a NaN.
         warm_up = None if levers == _AS_IT_IS or self.together.is_needed else MICRO_BATCHES_PER_WINDOW
         # Of a step that is too long to be run to its end, no rank runs more micro-batches than this.
-        at_most = None if self.latest["timing"] is None else MICRO_BATCHES_PER_WINDOW
+        at_most = None if pace.note is None else MICRO_BATCHES_PER_WINDOW
         num_micro_batches = max(len(of_rank[:at_most]) for of_rank in schedule.sizes)
         candidate = Candidate(micro_batch=schedule.micro_batch, levers=levers)
         # Where a size is too small it is the smallest one of the plan: the largest was probed and runs.
         floor = Candidate(micro_batch=smallest(schedule.sizes), levers=levers)
         feed = self.workload.source.micro_batches
-        trial = self._run(candidate, windows, feed, "confirm", is_enough, floor, num_micro_batches, warm_up).trial
+        trial = self._run(candidate, pace.windows, feed, "confirm", pace.is_enough, floor, num_micro_batches, warm_up).trial
         return trial if isinstance(trial.outcome, Fit) else None
+
+    def _pace(self, levers: Levers, sizes: Sequence[int]) -> Pace:
+        return pace_of(
+            sizes,
+            rows=sum(sizes) if self.share is None or self.ranks.world_size == 1 else self.share,
+            logs=(self.log_of(levers), self.trials),
+            time_budget_s=self.request.time_budget_s,
+            elapsed_s=self.elapsed_s(),
+            is_in_lockstep=self.together.is_needed,
+        )
 
     def _run(
         self,
@@ -427,7 +372,7 @@ class Search:
             raise
         trial = self._agreed(attempt)
         if floor is not None and isinstance(trial.outcome, Refused) and trial.outcome.bound == "floor":
-            trial = _changed(trial, candidate=floor)
+            trial = msgspec.structs.replace(trial, candidate=floor)
         if attempt.error is not None:
             self._errors[candidate] = attempt.error
         self.trials.append(trial)
@@ -439,26 +384,17 @@ class Search:
 
     def _agreed(self, attempt: Attempt) -> Trial:
         """The trial as all ranks have it: the first one's, with the worst outcome."""
-        own = _Said(attempt.trial, attempt.optimizer_state_bytes, self._elapsed_s(), attempt.called_off)
+        own = Said(attempt.trial, attempt.optimizer_state_bytes, self._clock.own_s(), attempt.called_off)
         if self.study is not None and self.ranks.world_size > 1:
             own = own._replace(news=tuple(self.study.news()), busy=frozenset(self.study.busy()))
         said = self.ranks.gather(own)
         self.trials += said[0].news
         self.busy = said[0].busy
-        self._agreed_s = max(rank.elapsed_s for rank in said)
+        self._clock.agree([rank.elapsed_s for rank in said])
         self.time_is_up = self.is_late()
         held = [rank.state_bytes for rank in said if rank.state_bytes is not None]
         self._state_bytes = max(held, default=self._state_bytes)
-        trials = [rank.trial for rank in said]
-        if any(trial.candidate != trials[0].candidate for trial in trials):
-            raise RankMismatchError(
-                f"the ranks ran different trials ({', '.join(str(trial.candidate) for trial in trials[:4])}), which is a "
-                "bug of autoaccum; please report it."
-            )
-        if len(trials) == 1:
-            return trials[0]
-        outcome = worst([rank.trial.outcome for rank in said if not rank.called_off])
-        return _changed(trials[0], outcome=outcome, wall_s=max(trial.wall_s for trial in trials))
+        return trial_of_all(said)
 
     def _probe_feed(self, sizes: Sequence[int]) -> Sequence[Any]:
         """One micro-batch, used for the whole window.
@@ -472,50 +408,6 @@ class Search:
         else:
             micro_batch = source.take(size)
         return [micro_batch] * len(sizes)
-
-    def _plan_windows(self, levers: Levers, sizes: Sequence[int]) -> tuple[Sequence[Sequence[int]], IsEnough | None]:
-        """Whole optimizer steps until their median is known; the first one is not timed."""
-        rows = sum(sizes) if self.share is None or self.ranks.world_size == 1 else self.share
-        step_s = self._expected_step_s(levers, rows)
-        limit = self.request.time_budget_s
-        left_s = _LONGEST_S if limit is None else min(_LONGEST_S, max(0.0, limit - self.elapsed_s()))
-        if step_s * 2 > left_s:
-            short = "" if left_s == _LONGEST_S else f" and little is left of time_budget_s={limit}"
-            self.latest["timing"] = (
-                f"One optimizer step at the target takes about {format_seconds(step_s)}{short}, so the last one was not "
-                "run to the end and not timed."
-            )
-            return [sizes[:MICRO_BATCHES_PER_WINDOW]] * WINDOWS_PER_PROBE, None
-        self.latest["timing"] = None
-        allowed_s = min(_MEASURED_S, left_s)
-        if self.together.is_needed:  # all ranks take the same number, which is known before
-            return [sizes] * max(2, min(_MOST_STEPS, int(allowed_s / max(step_s, 1e-3)))), None
-        begun, fastest_s = time.monotonic(), self._fastest_step_s(sum(sizes))
-
-        def is_enough(times_s: Sequence[float]) -> bool:
-            is_late = time.monotonic() - begun + times_s[-1] > allowed_s
-            is_beaten = len(times_s) >= _BEATEN_STEPS and min(times_s) > fastest_s * (1 + _BEATEN_FRAC)
-            return is_late or is_beaten or len(times_s) >= _MOST_STEPS or is_settled(timing_of(times_s))
-
-        return [sizes] * 2, is_enough
-
-    def _fastest_step_s(self, rows: int) -> float:
-        """The median of the fastest setting so far, infinite where none was measured."""
-        steps = [trial for trial in self.trials if trial.purpose == "confirm" and trial.rows_per_step == rows]
-        times = [trial.outcome.median_step_s for trial in steps if isinstance(trial.outcome, Fit)]
-        return min((seconds for seconds in times if seconds is not None), default=inf)
-
-    def _expected_step_s(self, levers: Levers, rows: int) -> float:
-        """What an optimizer step of so many rows takes, by the trials so far; under other levers where there are none."""
-        for log in (self.log_of(levers), self.trials):
-            times = [
-                trial.outcome.median_step_s / trial.rows_per_step
-                for trial in log
-                if isinstance(trial.outcome, Fit) and trial.outcome.median_step_s
-            ]
-            if times:
-                return min(times) * rows
-        return 0.0
 
     def settle(self, levers: Levers, now: Standing, size: int) -> None:
         """Let the device choose the settings that training will run under, from what was measured at this size."""
@@ -540,10 +432,7 @@ class Search:
 
     def elapsed_s(self) -> float:
         """How long this search has taken; with several ranks, how long it had when they met last."""
-        return self._elapsed_s() if self.ranks.world_size == 1 else self._agreed_s
-
-    def _elapsed_s(self) -> float:
-        return time.monotonic() - self._begun
+        return self._clock.elapsed_s()
 
     def _is_hopeless(self, levers: Levers) -> bool:
         """Two sizes failed with an error that may not mean memory, and none has run: then it is the user's error."""
@@ -559,40 +448,11 @@ class Search:
         Raises:
             NothingFitsError: With what may be the reason.
         """
-        if sum(t.purpose == "confirm" and not isinstance(t.outcome, Fit) for t in self.log_of(levers)) >= _MOST_CONFIRMS:
-            raise NothingFitsError(
-                f"the plan's own step of {len(schedule.sizes[0])} micro-batches does not fit, although one micro-batch of "
-                f"{schedule.micro_batch} rows does, and so did smaller ones: memory grows from one micro-batch to the next. "
-                "Does the model, the loss or the sample keep tensors, or does collating the whole step need the memory?",
-                self.trials,
-            )
+        refuse_growing_plans(self.log_of(levers), schedule, self.trials)
 
-    def raise_for_nothing(self) -> None:
+    def raise_for_nothing(self) -> NoReturn:
         """Nothing ran. The user's own error where memory is not certain, else what was missing."""
-        now = standing(self.trials)
-        certain = [trial for trial in self.trials if _is_of_memory(trial)]
-        if not certain and self._errors:
-            raise self._errors[min(self._errors, key=lambda candidate: candidate.micro_batch)]
-        if not certain:
-            message = next(str(getattr(trial.outcome, "message", "")) for trial in reversed(self.trials))
-            raise RankMismatchError(f"no size runs on some other rank, whose own traceback says where ({message[:300]}).")
-        lowest = min(certain, key=lambda trial: trial.candidate.micro_batch)
-        assert isinstance(lowest.outcome, OutOfMemory)
-        refused = f" Sizes up to {now.floor} are too small to run at all." if now.floor else ""
-        peak, phase, message = lowest.outcome.peak_bytes, lowest.outcome.phase, lowest.outcome.message
-        ran_out = f"memory ran out in the {phase} phase" if phase else "it failed"
-        needed = f"it took {format_bytes(peak)}" if peak else ran_out
-        remedy = "Raise the budget, or use a smaller model, sample or optimizer state."
-        if lowest.outcome.cause == "process":
-            remedy = (
-                "A process that dies at the smallest size may have met a bug in the target rather than a lack of memory."
-            )
-        raise NothingFitsError(
-            f"micro_batch={lowest.candidate.micro_batch} does not fit into {format_bytes(self.budget.budget_bytes)} on "
-            f"{self.device.name}: {needed} ({message[:300]}). Before the first trial "
-            f"{format_bytes(self.budget.held_bytes)} were held. {weights_in_words(self.workload)}{refused} {remedy}",
-            self.trials,
-        )
+        raise nothing_runs(self.trials, self._errors, self.device, self.budget, self.workload)
 
     # -- what is there
 
@@ -632,25 +492,10 @@ class Search:
 
     def environment(self) -> Environment:
         """Where and on what all of this ran."""
-        return Environment(
+        return environment_of(
+            self.workload,
             device=self.device.name,
             device_name=self.device.description(),
-            model=type(self.workload.module).__name__,
-            optimizer=self.workload.optimizer_name,
-            batch=self.workload.source.description,
             world_size=self.ranks.world_size,
-            python_version=platform.python_version(),
-            torch_version=str(torch.__version__),
-            autoaccum_version=version("autoaccum"),
-            platform=platform.platform(),
             driver=self.device.driver(),
         )
-
-
-def _is_of_memory(trial: Trial) -> bool:
-    """Whether it is certain that memory ran out."""
-    return isinstance(trial.outcome, OutOfMemory) and trial.outcome.cause != "unclear"
-
-
-def _changed(trial: Trial, **changes: Any) -> Trial:
-    return Trial(**{name: changes.get(name, getattr(trial, name)) for name in Trial.__struct_fields__})
