@@ -60,7 +60,7 @@ def one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
             known[key] = traced(workload, device, **more)
         return known[key]
 
-    monkeypatch.setattr("autoaccum.session.traced", traced_once)
+    monkeypatch.setattr("autoaccum.session.forecasts.traced", traced_once)
 
 
 @pytest.fixture(autouse=True)

@@ -133,7 +133,7 @@ def by_formula(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Step times are what the models say, and each is traced once."""
     if "real_time" not in request.keywords and "real_clock" not in request.fixturenames:
         monkeypatch.setattr("autoaccum.probing.time", clock)
-    monkeypatch.setattr("autoaccum.session.traced", traced_once)
+    monkeypatch.setattr("autoaccum.session.forecasts.traced", traced_once)
 
 
 @pytest.fixture
@@ -589,7 +589,8 @@ def test_too_small_rest_as_it_is_leaves_room_for_levers() -> None:
 
 def test_time_budget_ends_the_exploration(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the seconds that were given no further setting is run, and the plan is the best one until then."""
-    monkeypatch.setattr("autoaccum.session.time", clock)
+    for module in ("clock", "forecasts", "pace"):
+        monkeypatch.setattr(f"autoaccum.session.{module}.time", clock)
     whole = tight()
     hasty = tune(Net(overhead_s=512 * TICK_S), 12, "virtual:100KiB", time_budget_s=10 * 512 * TICK_S)
     assert 1 < len(hasty.trials) < len(whole.trials) and turned(hasty) == []
@@ -600,7 +601,8 @@ def test_time_budget_ends_the_exploration(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("limit_s", [1e-9, 0.2, 1.0])
 def test_any_time_budget_gives_a_plan_that_was_run(limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """However little time there is, the plan's sizes fit, and nothing is said of speed that was not measured."""
-    monkeypatch.setattr("autoaccum.session.time", clock)
+    for module in ("clock", "forecasts", "pace"):
+        monkeypatch.setattr(f"autoaccum.session.{module}.time", clock)
     plan = tune(Net(overhead_s=64 * TICK_S), 12, "virtual:64KiB", time_budget_s=limit_s)
     fits = {trial.candidate.micro_batch for trial in plan.trials if isinstance(trial.outcome, Fit)}
     assert plan.micro_batch <= max(fits)

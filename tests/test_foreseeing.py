@@ -74,7 +74,7 @@ def traced_once(workload: Workload, device: Any, **more: Any) -> Traced:
 def shared_traces() -> Iterator[None]:
     """Each model is traced once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autoaccum.session.traced", traced_once)
+        patch.setattr("autoaccum.session.forecasts.traced", traced_once)
         yield
 
 

@@ -96,7 +96,7 @@ def traced_once(workload: Workload, device: Any, **more: Any) -> Traced:
 def by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     """Step times are what the models say, and each is traced once."""
     monkeypatch.setattr("autoaccum.probing.time", clock)
-    monkeypatch.setattr("autoaccum.session.traced", traced_once)
+    monkeypatch.setattr("autoaccum.session.forecasts.traced", traced_once)
 
 
 def mean_of(model: nn.Module, batch: Tensor) -> Tensor:
@@ -198,7 +198,8 @@ def test_what_was_not_run_has_a_reason() -> None:
 
 def test_what_the_clock_left_out_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the time was up, that is the reason."""
-    monkeypatch.setattr("autoaccum.session.time", clock)
+    for module in ("clock", "forecasts", "pace"):
+        monkeypatch.setattr(f"autoaccum.session.{module}.time", clock)
     plan = tune(Net(), 12, "virtual:100KiB", time_budget_s=10 * 512 * TICK_S)
     assert {row.note for row in rows(plan, "not run")} <= {"The time was up."}
     assert any("time_budget_s" in warning for warning in plan.warnings)

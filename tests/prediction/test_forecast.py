@@ -384,7 +384,7 @@ def test_few_sizes_are_not_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     def trap(*args: object, **more: object) -> Traced:
         raise AssertionError("traced")
 
-    monkeypatch.setattr("autoaccum.session.traced", trap)
+    monkeypatch.setattr("autoaccum.session.forecasts.traced", trap)
     assert plan_of(mlp, 2**30, True, target=2).micro_batch_sizes == (2,)
     with pytest.raises(AssertionError, match="traced"):
         plan_of(mlp, 2**30, True, target=3)
