@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoaccum.batches.layout import BatchDim
-from autoaccum.batches.sources import SplitFn
+from autoaccum.batches.opaque import SplitFn
 from autoaccum.cache import Cache
 from autoaccum.devices.base import AbstractDevice
 from autoaccum.errors import InvalidRequestError

@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from autoaccum.batches.layout import BatchDim, shared_second_dim
-from autoaccum.batches.sources import AbstractSource, BatchSource, SplitFn, source_of
+from autoaccum.batches.opaque import SplitFn
+from autoaccum.batches.source_kinds import AbstractSource, BatchSource
+from autoaccum.batches.sources import source_of
 from autoaccum.batches.structure import tensors_in
 from autoaccum.batches.weights import Tokens, Weigher
 from autoaccum.engines import own_optimizer, refuse_engines

@@ -15,8 +15,9 @@ from autoaccum.accumulate.own_loop import OpenWindow
 from autoaccum.accumulate.run import Run
 from autoaccum.accumulate.training import Training
 from autoaccum.batches.layout import BatchDim
-from autoaccum.batches.slicing import CostFn, Slicer, Window
-from autoaccum.batches.sources import SplitFn
+from autoaccum.batches.opaque import SplitFn
+from autoaccum.batches.pieces import Window
+from autoaccum.batches.slicing import CostFn, Slicer
 from autoaccum.caps import Caps
 from autoaccum.checking.split import check_split
 from autoaccum.errors import InvalidRequestError

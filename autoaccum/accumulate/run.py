@@ -12,7 +12,7 @@ from typing import Any, TypeVar, final
 from torch import Tensor
 
 from autoaccum.accumulate.training import Training
-from autoaccum.batches.slicing import AbstractShare, Piece, Window
+from autoaccum.batches.pieces import AbstractShare, Piece, Window
 from autoaccum.batches.structure import tensors_in
 from autoaccum.batches.weights import has_ignored_labels
 from autoaccum.caps import Shape

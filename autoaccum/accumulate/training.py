@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from autoaccum.accumulate.arguments import check_options, slicer_for
 from autoaccum.batches.layout import BatchDim
+from autoaccum.batches.opaque import SplitFn
 from autoaccum.batches.slicing import CostFn
-from autoaccum.batches.sources import SplitFn
 from autoaccum.batches.weights import Weigher
 from autoaccum.caps import Caps
 from autoaccum.devices import device_for

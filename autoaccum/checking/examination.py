@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autoaccum.batches.slicing import AbstractShare
+from autoaccum.batches.pieces import AbstractShare
 from autoaccum.batches.structure import leaves_of, mapped, name_of
 from autoaccum.batches.weights import Tokens, Weigher
 from autoaccum.checking import reasons
