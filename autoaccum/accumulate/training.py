@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from autoaccum.accumulate.arguments import check_options, slicer_for
+from autoaccum.backward import Backward
 from autoaccum.batches.layout import BatchDim
 from autoaccum.batches.opaque import SplitFn
 from autoaccum.batches.slicing import CostFn
@@ -19,7 +20,6 @@ from autoaccum.caps import Caps
 from autoaccum.devices import device_for
 from autoaccum.engines import own_optimizer, own_scaler, refuse_engines, refuse_own_scaling
 from autoaccum.errors import InvalidRequestError, RankMismatchError
-from autoaccum.gradients import Backward
 from autoaccum.levers import under_autocast
 from autoaccum.losses import LossFn, MicroBatchLoss, TrainingStep
 from autoaccum.plan import Plan
