@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autoaccum.admitting import unwrapped
 from autoaccum.choose import sizes_of
 from autoaccum.engines import own_optimizer
 from autoaccum.errors import InvalidRequestError
@@ -20,7 +21,6 @@ from autoaccum.report.files import write_whole
 from autoaccum.report.pages import plan_fragment, plan_html
 from autoaccum.report.tables import trial_rows
 from autoaccum.report.text import plan_markdown, plan_text
-from autoaccum.workload import unwrapped
 
 if TYPE_CHECKING:
     import pandas

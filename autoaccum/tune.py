@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autoaccum.admitting import OptimizerFactory
 from autoaccum.batches.layout import BatchDim
 from autoaccum.batches.opaque import SplitFn
 from autoaccum.cache import Cache
@@ -30,7 +31,7 @@ from autoaccum.reaching import probed
 from autoaccum.records import ProbeResult, Trial
 from autoaccum.request import Request
 from autoaccum.session import Listener, Search
-from autoaccum.workload import OptimizerFactory, Weight, Workload
+from autoaccum.workload import Weight, Workload
 from autoaccum.writing import explored_plan
 
 

@@ -18,7 +18,7 @@ ROWS = (
     ("schedule", "caps", "timing"),
     ("search", "batches", "shards"),
     ("choose", "comparing", "tradeoffs", "devices", "preserve", "ranks", "calling"),
-    ("levers", "meeting", "backward"),
+    ("levers", "meeting", "backward", "admitting"),
     ("losses", "catching", "gradients", "rewind", "sharding", "engines", "wrapped"),
     ("workload", "reduction", "lockstep"),
     ("request",),

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from autoaccum.accumulate.arguments import check_options, slicer_for
+from autoaccum.admitting import checked_optimizer, refuse_time_as_rows, single_device, unwrapped
 from autoaccum.backward import Backward
 from autoaccum.batches.layout import BatchDim
 from autoaccum.batches.opaque import SplitFn
@@ -27,7 +28,7 @@ from autoaccum.records import Levers
 from autoaccum.reduction import Reducer, fingerprint_of
 from autoaccum.rewind import Rewinder
 from autoaccum.sharding import Sharding
-from autoaccum.workload import Weight, checked_optimizer, refuse_time_as_rows, single_device, unwrapped
+from autoaccum.workload import Weight
 from autoaccum.wrapped import is_compiled, refuse_wrapped
 
 
