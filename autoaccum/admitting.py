@@ -125,6 +125,20 @@ def checked_optimizer(optimizer: Any, module: nn.Module) -> Optimizer | Optimize
     return optimizer
 
 
+def refuse_other_model(optimizer: Optimizer, module: nn.Module) -> None:
+    """Refuse an optimizer that trains nothing of this model. It may train other things beside it.
+
+    Raises:
+        InvalidRequestError: With the remedy.
+    """
+    own = {id(parameter) for parameter in module.parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise InvalidRequestError(
+            f"the optimizer holds no parameter of this {type(module).__name__}; expected one that trains it. Was the model "
+            "replaced after the optimizer was made?"
+        )
+
+
 def check_step(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose step runs the model itself.
 

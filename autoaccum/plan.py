@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autoaccum.admitting import unwrapped
+from autoaccum.admitting import refuse_other_model, unwrapped
 from autoaccum.choose import sizes_of
 from autoaccum.engines import own_optimizer
 from autoaccum.errors import InvalidRequestError
@@ -109,7 +109,8 @@ class Plan(PlanRecord, frozen=True, kw_only=True, tag_field="record", tag="autoa
                 a `torch.amp.GradScaler`, which is the loop's own.
 
         Raises:
-            InvalidRequestError: When the model has fewer blocks than the plan checkpoints.
+            InvalidRequestError: When the model has fewer blocks than the plan checkpoints, or the optimizer none of its
+                parameters.
 
         Leaves behind:
             Nothing in the model. Where the fused optimizer step counts on the device, the counters stay there.
@@ -121,8 +122,10 @@ class Plan(PlanRecord, frozen=True, kw_only=True, tag_field="record", tag="autoa
             >>> with plan.applied(model):
             ...     model(torch.randn(2, 4)).mean().backward()
         """
-        module = unwrapped(model)
-        with applied(self.levers, Subject(module, next(module.parameters()).device, own_optimizer(optimizer))):
+        module, own = unwrapped(model), own_optimizer(optimizer)
+        if isinstance(own, Optimizer):
+            refuse_other_model(own, module)
+        with applied(self.levers, Subject(module, next(module.parameters()).device, own)):
             yield
 
     def autocast(self) -> torch.autocast:
