@@ -14,7 +14,7 @@ from torch import Tensor
 from autoaccum.accumulate.training import Training
 from autoaccum.batches.pieces import AbstractShare, Piece, Window
 from autoaccum.batches.structure import tensors_in
-from autoaccum.batches.weights import has_ignored_labels
+from autoaccum.batches.weights import IGNORED_LABELS, has_ignored_labels
 from autoaccum.caps import Shape
 from autoaccum.catching import Failure, attempted
 from autoaccum.devices import ERROR_ROWS
@@ -127,10 +127,7 @@ class Run:
             self._share = training.slicer.share(self._batch)
             training.rewinder.mark()
             if not training.counts["windows"] and training.weigher.counts_rows and has_ignored_labels(self._batch):
-                logger.warning(
-                    "some labels are -100, and weight='samples' weighs micro-batches by rows: if the loss is a mean over "
-                    "labels, pass weight=autoaccum.tokens('labels'), with shift=True for causal language models"
-                )
+                logger.warning(IGNORED_LABELS)
             self._versions = [(tensor, tensor._version) for tensor in self._tensors_in_reach()]
         pieces, make = self._share.cut(training.caps.limit)
         self.pieces = pieces
