@@ -250,4 +250,5 @@ class Accumulator:
             if isinstance(error, InvalidRequestError):
                 raise
             raise InvalidRequestError(f"this is not the state of an Accumulator: {type(error).__name__} {error}.") from None
-        self._training.counts, self._training.caps = counts, caps
+        self._training.counts = counts
+        self._training.caps.load(caps.state())
