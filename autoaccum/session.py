@@ -20,6 +20,7 @@ import torch
 from autoaccum.agreeing import call_of, refuse_differing
 from autoaccum.budget import resolved_budget, weights_in_words
 from autoaccum.choose import Schedule, remarks
+from autoaccum.company import Company
 from autoaccum.devices import device_for
 from autoaccum.devices.base import Steadiness
 from autoaccum.errors import InvalidRequestError, NothingFitsError, RankMismatchError
@@ -33,7 +34,6 @@ from autoaccum.probing import (
     MICRO_BATCHES_PER_WINDOW,
     WINDOWS_PER_PROBE,
     Attempt,
-    Company,
     IsEnough,
     older_objects_set_aside,
     run_trial,

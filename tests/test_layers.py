@@ -23,6 +23,7 @@ ROWS = (
     ("workload", "reduction", "lockstep"),
     ("request",),
     ("window", "budget", "fingerprint"),
+    ("company",),
     ("probing", "checking", "agreeing"),
     ("prediction",),
     ("report",),
