@@ -11,12 +11,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from autoaccum.errors import AutoaccumError
-from autoaccum.records import Candidate, OutOfMemory, PlanRecord, ProbeResult, Trial
+from autoaccum.records import OutOfMemory, PlanRecord, ProbeResult, Trial
+from autoaccum.report.following import Follower
 from autoaccum.worker.messages import Bounded, Failed, Finished, Job, Message, Planned, Probed, Started
 
 # Cached oneDNN primitives hold memory for every shape that was tried: with one of them, convnet peaks are repeatable.
@@ -29,19 +30,6 @@ _MOST_WORKERS = 30  # each death lowers the ceiling, so a sound search ends long
 
 
 F = TypeVar("F", PlanRecord, ProbeResult)
-
-
-class Follower(Protocol):
-    """Follows a search."""
-
-    def bounded(self, top: int) -> None:
-        """No size above this one will be tried."""
-
-    def started(self, candidate: Candidate, purpose: str) -> None:
-        """A trial begins."""
-
-    def finished(self, trial: Trial) -> None:
-        """A trial is over."""
 
 
 class WorkerError(AutoaccumError):
