@@ -33,7 +33,7 @@ from autoaccum.batches.sources import source_of
 from autoaccum.batches.weights import Tokens, Weigher
 from autoaccum.engines import own_optimizer, refuse_engines
 from autoaccum.errors import InvalidRequestError
-from autoaccum.losses import LossFn, MicroBatchLoss, TrainingStep
+from autoaccum.losses import UNUSED_LOSS_FN, LossFn, MicroBatchLoss, TrainingStep
 from autoaccum.preserve import random_states_kept
 from autoaccum.records import MemoryAccount
 from autoaccum.shards import local_part
@@ -51,7 +51,7 @@ class Workload:
         model: At least one trainable parameter; all parameters on one device. A DDP wrapper is taken off for probing.
         sample: A batch of any size >= 1, a `Dataset`, a `DataLoader` (never iterated), or a callable `n -> batch`.
         loss_fn: `loss_fn(output, target)` -> scalar mean loss, for samples shaped `(input, ..., target)`.
-        training_step: `training_step(model, batch)` -> scalar loss; full control, wins over `loss_fn`.
+        training_step: `training_step(model, batch)` -> scalar loss; full control, wins over `loss_fn` with a warning.
         optimizer: An `Optimizer` on this model's parameters, or a factory `params -> Optimizer`. None: AdamW.
         weight: What the loss is a mean over: "samples", `tokens("labels")`, or `batch -> number`.
         batch_dim: Which dimension holds the rows, where it cannot be seen: an int, or `{leaf name: int or None}`.
@@ -92,6 +92,8 @@ class Workload:
         self.weight = weight
         self.warnings: list[str] = []
         self.loss = MicroBatchLoss(self.module, loss_fn, training_step, warn=self.warn)
+        if loss_fn is not None and training_step is not None:
+            self.warn(UNUSED_LOSS_FN)
         self._optimizer = checked_optimizer(own_optimizer(optimizer), self.module)
         with random_states_kept():
             self.source: AbstractSource = source_of(sample, batch_dim, split)

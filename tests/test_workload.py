@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoaccum.errors import InvalidRequestError
+from autoaccum.losses import UNUSED_LOSS_FN
 from autoaccum.workload import Workload, num_bytes, step_hooks_suspended
 
 SAMPLE = torch.randn(4, 3)
 
 
 def test_training_step_wins_over_loss_function() -> None:
-    """With both given, only the training step is called."""
+    """With both given, only the training step is called, and a warning says so."""
     workload = Workload(
         nn.Linear(3, 2),
         (SAMPLE, torch.randint(2, (4,))),
@@ -24,6 +25,7 @@ def test_training_step_wins_over_loss_function() -> None:
         training_step=lambda model, batch: model(batch[0]).sum() * 0 + 7,
     )
     assert float(workload.loss(workload.source.take(2)).detach()) == 7
+    assert workload.warnings == [UNUSED_LOSS_FN]
 
 
 def test_loss_function_gets_output_and_target() -> None:
