@@ -26,7 +26,7 @@ ROWS = (
     ("company",),
     ("probing", "checking", "agreeing"),
     ("prediction",),
-    ("report",),
+    ("report", "optuna_terms"),
     ("study",),
     ("session",),
     ("cache", "foreseeing", "predicting"),
