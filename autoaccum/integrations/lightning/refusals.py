@@ -20,11 +20,11 @@ _OTHER_CALLBACKS = {
 }
 
 
-def refuse_settings(trainer: Any, pl_module: Any, kind: type) -> None:
+def refuse_settings(trainer: Any, pl_module: Any, own_kind: type) -> None:
     """Refuse a trainer that sets what the plan sets, or that steps in a way of its own.
 
     Args:
-        kind: Of the callback, of which there can be one.
+        own_kind: Of the callback that asks, of which there can be one.
 
     Raises:
         InvalidRequestError: With the reason and the remedy.
@@ -48,7 +48,7 @@ def refuse_settings(trainer: Any, pl_module: Any, kind: type) -> None:
         for kind in type(callback).__mro__:
             if kind.__name__ in _OTHER_CALLBACKS:
                 raise InvalidRequestError(f"the callback {kind.__name__}: {_OTHER_CALLBACKS[kind.__name__]}")
-    if sum(isinstance(callback, kind) for callback in trainer.callbacks) > 1:
+    if sum(isinstance(callback, own_kind) for callback in trainer.callbacks) > 1:
         raise InvalidRequestError("there are several AutoAccum callbacks; expected one.")
     if type(trainer.strategy).__name__ not in _STRATEGIES:
         raise InvalidRequestError(
