@@ -1,6 +1,6 @@
 """autotune, probe and predict: the public calls, and the same for a workload that is ready.
 
-What they do is in `session`; here are the arguments, their meaning and the bar.
+What they do is in `exploring`, `reaching` and `predicting`; here are the arguments and their meaning.
 """
 
 from __future__ import annotations

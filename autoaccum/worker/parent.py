@@ -28,7 +28,6 @@ _DEATHS_OF_MEMORY = [getattr(signal, name) for name in ("SIGKILL", "SIGABRT", "S
 _GRACE_S = 10.0  # for a worker to put things back and leave after Ctrl-C
 _MOST_WORKERS = 30  # each death lowers the ceiling, so a sound search ends long before
 
-
 F = TypeVar("F", PlanRecord, ProbeResult)
 
 
@@ -55,7 +54,7 @@ def search_in_worker(
 
     Args:
         target: See `autoaccum.targets`.
-        request: The fields of a `session.Request`.
+        request: The fields of a `request.Request`.
         device: As the user writes it, None for the model's.
 
     Raises:

@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from autoaccum.errors import InvalidRequestError
+from autoaccum.integrations.carrying import all_sizes
 from autoaccum.integrations.window_loader import WindowSchedule
 from autoaccum.plan import Plan
 
@@ -106,9 +107,9 @@ def refuse_plan(plan: Plan, trainer: Any, is_stream: bool) -> None:
             f"the plan turns precision={plan.levers.precision!r}, which the trainer sets: Trainer(precision=...); tune with "
             "levers='exact'."
         )
-    sizes = {size for rank in range(plan.world_size) for size in plan.schedule(rank)}
+    sizes = all_sizes(plan)
     if is_stream and len(sizes) > 1:
         raise InvalidRequestError(
-            f"over a stream all micro-batches have one size, and the plan's have {min(sizes)} to {max(sizes)} rows; tune "
+            f"over a stream all micro-batches have one size, and the plan's have {sizes[0]} to {sizes[-1]} rows; tune "
             "with equal_micro_batches=True."
         )

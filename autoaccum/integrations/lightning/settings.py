@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoaccum.errors import InvalidRequestError
+from autoaccum.integrations.carrying import all_sizes
 from autoaccum.levers import LEVERS, check_asked
 from autoaccum.plan import Plan
 
@@ -30,10 +31,10 @@ def trainer_kwargs(plan: Plan) -> dict[str, Any]:
         >>> trainer_kwargs(plan)
         {'accumulate_grad_batches': 2}
     """
-    sizes = {size for rank in range(plan.world_size) for size in plan.schedule(rank)}
+    sizes = all_sizes(plan)
     if len(sizes) > 1:
         raise InvalidRequestError(
-            f"the plan's micro-batches have {min(sizes)} to {max(sizes)} rows, and Trainer counts them as equal; call "
+            f"the plan's micro-batches have {sizes[0]} to {sizes[-1]} rows, and Trainer counts them as equal; call "
             "autotune with equal_micro_batches=True, or use the callback AutoAccum(plan=plan)."
         )
     levers = plan.levers
