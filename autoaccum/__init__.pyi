@@ -1,5 +1,5 @@
 from .accumulate.accumulator import Accumulator
-from .batches.slicing import Window
+from .batches.pieces import Window
 from .batches.weights import tokens
 from .devices.virtual import VirtualDevice
 from .errors import (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import nullcontext
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from autoaccum.comparing import compare, comparison_markdown, parse_max_regressi
 from autoaccum.errors import AutoaccumError, NothingFitsError
 from autoaccum.records import PlanRecord, ProbeResult, to_json
 from autoaccum.report.files import write_whole
+from autoaccum.report.following import following
 from autoaccum.worker.parent import WorkerError, search_in_worker
 
 _TARGET_HELP = """TARGET is what to train: file.py:function or package.module:function (no arguments; returns an
@@ -82,7 +82,7 @@ def probe_command(
     if numbers["time_budget_s"] is not None and not isfinite(numbers["time_budget_s"]):
         raise click.UsageError("--time-budget is not a number of seconds.")  # JSON would turn it into "no limit"
     request = {**{name: value for name, value in numbers.items() if name != "inexact"}, "exact": not numbers["inexact"]}
-    with _shown(progress) as follower:
+    with following(progress) as follower:
         found = search_in_worker(target, request, device, follower)
     _report(found, json_path, html_path, markdown_path)
 
@@ -303,25 +303,3 @@ def _html(found: PlanRecord | ProbeResult) -> str:
     from autoaccum.report.pages import plan_html, probe_html
 
     return plan_html(found) if isinstance(found, PlanRecord) else probe_html(found)
-
-
-def _shown(progress: bool | None) -> Any:
-    wanted = sys.stderr.isatty() if progress is None else progress
-    if not wanted:
-        return nullcontext(_Silent())
-    from autoaccum.report.progress import ProgressBar
-
-    return ProgressBar()
-
-
-class _Silent:
-    """Follows a search without a word."""
-
-    def bounded(self, top: int) -> None:
-        """Nothing to show."""
-
-    def started(self, candidate: object, purpose: str) -> None:
-        """Nothing to show."""
-
-    def finished(self, trial: object) -> None:
-        """Nothing to show."""

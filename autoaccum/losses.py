@@ -19,6 +19,8 @@ from autoaccum.errors import InvalidRequestError
 LossFn = Callable[[Any, Any], Tensor]
 TrainingStep = Callable[[nn.Module, Any], Tensor]
 
+UNUSED_LOSS_FN = "loss_fn is not used, since training_step gives the loss itself; leave one of the two out."
+
 
 @final
 class MicroBatchLoss:

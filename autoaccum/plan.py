@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autoaccum.admitting import refuse_other_model, unwrapped
 from autoaccum.choose import sizes_of
 from autoaccum.engines import own_optimizer
 from autoaccum.errors import InvalidRequestError
@@ -20,7 +21,6 @@ from autoaccum.report.files import write_whole
 from autoaccum.report.pages import plan_fragment, plan_html
 from autoaccum.report.tables import trial_rows
 from autoaccum.report.text import plan_markdown, plan_text
-from autoaccum.workload import unwrapped
 
 if TYPE_CHECKING:
     import pandas
@@ -109,7 +109,8 @@ class Plan(PlanRecord, frozen=True, kw_only=True, tag_field="record", tag="autoa
                 a `torch.amp.GradScaler`, which is the loop's own.
 
         Raises:
-            InvalidRequestError: When the model has fewer blocks than the plan checkpoints.
+            InvalidRequestError: When the model has fewer blocks than the plan checkpoints, or the optimizer none of its
+                parameters.
 
         Leaves behind:
             Nothing in the model. Where the fused optimizer step counts on the device, the counters stay there.
@@ -121,8 +122,10 @@ class Plan(PlanRecord, frozen=True, kw_only=True, tag_field="record", tag="autoa
             >>> with plan.applied(model):
             ...     model(torch.randn(2, 4)).mean().backward()
         """
-        module = unwrapped(model)
-        with applied(self.levers, Subject(module, next(module.parameters()).device, own_optimizer(optimizer))):
+        module, own = unwrapped(model), own_optimizer(optimizer)
+        if isinstance(own, Optimizer):
+            refuse_other_model(own, module)
+        with applied(self.levers, Subject(module, next(module.parameters()).device, own)):
             yield
 
     def autocast(self) -> torch.autocast:

@@ -6,8 +6,8 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, final
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from autoaccum.catching import Failure, attempted
+from autoaccum.company import Company
 from autoaccum.devices.base import AbstractDevice, Verdict, Watch
 from autoaccum.errors import AutoaccumError, InvalidRequestError
 from autoaccum.levers import Subject, applied, under_autocast
-from autoaccum.lockstep import Lockstep
 from autoaccum.preserve import Snapshot
 from autoaccum.records import Candidate, Fit, Levers, Outcome, OutOfMemory, Refused, Trial
-from autoaccum.reduction import Reducer
 from autoaccum.window import Progress, run_window
 from autoaccum.workload import Workload, num_bytes, step_hooks_suspended
 
@@ -70,61 +69,6 @@ class _Measured(NamedTuple):
     step_times_s: tuple[float, ...]
     optimizer_state_bytes: int
     offloaded_bytes: int | None
-
-
-@final
-class Company:
-    """The ranks that train together, seen from one trial; by default this process is alone.
-
-    Args:
-        lockstep: How they stay in step.
-        process_group: Theirs.
-        num_micro_batches: How many each runs per window, where they run together.
-    """
-
-    def __init__(self, lockstep: Lockstep | None = None, process_group: Any = None, *, num_micro_batches: int = 0) -> None:
-        self._lockstep, self._group, self._num_micro_batches = lockstep, process_group, num_micro_batches
-        self.is_sharded = lockstep is not None and lockstep.is_sharded
-        self.is_in_lockstep = lockstep is not None and lockstep.is_needed
-
-    @property
-    def was_called_off(self) -> bool:
-        """Another rank has failed in this trial, and this one has not."""
-        return self._lockstep is not None and self._lockstep.was_called_off
-
-    def on_trial(self) -> AbstractContextManager[None]:
-        """See `Lockstep.trial`."""
-        return nullcontext() if self._lockstep is None else self._lockstep.trial()
-
-    def settle(self) -> None:
-        """See `Lockstep.settle`."""
-        if self._lockstep is not None:
-            self._lockstep.settle()
-
-    def padded(self, micro_batches: Sequence[Any], sizes: Sequence[int]) -> tuple[list[Any], list[float]]:
-        """What this rank runs in one window, and its weights: as in training, the last one again where others have more."""
-        missing = max(0, self._num_micro_batches - len(sizes)) if self.is_in_lockstep else 0
-        run = list(micro_batches)
-        return run + run[-1:] * missing, [float(size) for size in sizes] + [0.0] * missing
-
-    def placing(self, place: Callable[[Any], Any], progress: Progress, count: int) -> Callable[[Any], Any]:
-        """How micro-batches are put on the device, one of `count` after the other."""
-        if self._lockstep is None or not self.is_sharded:
-            return place
-        sharding = self._lockstep.sharding
-
-        def placed(micro_batch: Any) -> Any:
-            sharding.entering(progress.index, count)
-            return place(micro_batch)
-
-        return placed
-
-    def reducing(self) -> Callable[[Sequence[Tensor | None]], None] | None:
-        """Gets the memory in which gradients are reduced over ranks, and keeps it; None where none is needed."""
-        if self._lockstep is None or self.is_sharded:
-            return None
-        reducer = Reducer(self._group)
-        return reducer.prepare if reducer.world_size > 1 else None
 
 
 class HostBytes:

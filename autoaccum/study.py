@@ -7,34 +7,24 @@ optimizer step (and, for the objective "memory", the peak). What ran out of memo
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import inf, log
+from math import log
 from typing import TYPE_CHECKING, Any, Literal, final
-from uuid import uuid4
 
 import msgspec
 import psutil
 
 from autoaccum.errors import InvalidRequestError
 from autoaccum.fingerprint import digest
+from autoaccum.optuna_terms import CHOICES, claim_of, distributions, params_of, point_in, space_of, trial_in
 from autoaccum.records import Candidate, Fit, OutOfMemory, Trial
 from autoaccum.tradeoffs.points import Point
 
 if TYPE_CHECKING:
     import optuna
-    from optuna.distributions import BaseDistribution
-    from optuna.trial import FrozenTrial
 
-_CHOICES = {
-    "checkpointing": ("off", "selective", "full"),
-    "precision": ("fp32", "tf32", "bf16", "fp16"),
-    "optimizer_impl": ("default", "for-loop", "foreach", "fused"),
-    "offload": ("off", "cpu"),
-}
-_MOST_ROWS, _MOST_BLOCKS = 10**9, 10**5
 _MOST_ASKS = 30  # suggestions that are no setting worth running, before the first one that is gets its turn
 _NO_PEAK = 1.0  # the constraint of a trial without a measured peak: above the budget by one budget
 
@@ -55,7 +45,6 @@ class Study:
     """
 
     def __init__(self, storage: Any, fingerprint: dict[str, str], *, budget_bytes: int, objective: str, seed: int) -> None:
-
         self._seed, self._objective, self._budget_bytes = seed, objective, budget_bytes
         self._asked: tuple[optuna.Trial, Point] | None = None
         self._running: optuna.Trial | None = None
@@ -75,7 +64,7 @@ class Study:
         for other in self._study.get_trials(deepcopy=False):
             if other.state.is_finished() and other.number not in self._seen:
                 self._seen.add(other.number)
-                found.append(_trial_in(other))
+                found.append(trial_in(other))
         return [self._judged(trial) for trial in found if trial is not None]
 
     def _judged(self, trial: Trial) -> Trial:
@@ -90,7 +79,7 @@ class Study:
         """What other machines are running now."""
         own = None if self._running is None else self._running.number
         running = [other for other in self._study.get_trials(deepcopy=False) if other.state.name == "RUNNING"]
-        found = {_point_in(other) for other in running if other.number != own}
+        found = {point_in(other) for other in running if other.number != own}
         return {point for point in found if point is not None}
 
     def begin(self, candidate: Candidate) -> None:
@@ -100,7 +89,7 @@ class Study:
         if asked is not None and asked[1] == point:
             self._running = asked[0]
             self._running.suggest_int("checkpointed_blocks", *[point.levers.checkpointed_blocks] * 2)
-            for name, value in _claim_of(candidate).items():
+            for name, value in claim_of(candidate).items():
                 self._running.set_user_attr(name, value)
         else:
             self._running = self._claimed(candidate)
@@ -144,13 +133,13 @@ class Study:
         """A running trial of this, written down at one stroke: kill -9 leaves none that is nobody's."""
         import optuna
 
-        attributes = _claim_of(candidate)
-        params = _params_of(Point(candidate.levers, candidate.micro_batch))
+        attributes = claim_of(candidate)
+        params = params_of(Point(candidate.levers, candidate.micro_batch))
         self._study.add_trial(
             optuna.trial.create_trial(
                 state=optuna.trial.TrialState.RUNNING,
                 params=params,
-                distributions=_distributions(),
+                distributions=distributions(),
                 user_attrs=attributes,
             )
         )
@@ -185,8 +174,8 @@ class Study:
             return None
         for _ in range(_MOST_ASKS):
             self._study.sampler = self._sampler()
-            asked = self._study.ask(_space_of(points))
-            family = [point for point in points if all(asked.params[n] == getattr(point.levers, n) for n in _CHOICES)]
+            asked = self._study.ask(space_of(points))
+            family = [point for point in points if all(asked.params[n] == getattr(point.levers, n) for n in CHOICES)]
             if family:
                 nearest = min(family, key=lambda point: abs(log(point.micro_batch / asked.params["micro_batch"])))
                 self._asked = (asked, nearest)
@@ -234,68 +223,9 @@ def _storage_named(storage: Any) -> Any:
     return storage
 
 
-def _distributions() -> dict[str, BaseDistribution]:
-    from optuna.distributions import CategoricalDistribution, IntDistribution
-
-    choices: dict[str, BaseDistribution] = {name: CategoricalDistribution(levels) for name, levels in _CHOICES.items()}
-    return choices | {
-        "checkpointed_blocks": IntDistribution(0, _MOST_BLOCKS),
-        "micro_batch": IntDistribution(1, _MOST_ROWS, log=True),
-    }
-
-
-def _space_of(points: Sequence[Point]) -> dict[str, BaseDistribution]:
-    """What is sampled: the number of blocks follows from the rest."""
-    from optuna.distributions import CategoricalDistribution, IntDistribution
-
-    choices: dict[str, BaseDistribution] = {name: CategoricalDistribution(levels) for name, levels in _CHOICES.items()}
-    sizes = [point.micro_batch for point in points]
-    return choices | {"micro_batch": IntDistribution(min(sizes), max(sizes), log=True)}
-
-
-def _params_of(point: Point) -> dict[str, Any]:
-    levers = {name: getattr(point.levers, name) for name in _CHOICES}
-    return {**levers, "checkpointed_blocks": point.levers.checkpointed_blocks, "micro_batch": point.micro_batch}
-
-
-def _point_in(other: FrozenTrial) -> Point | None:
-    try:
-        candidate = msgspec.json.decode(other.user_attrs.get("candidate", ""), type=Candidate)
-    except (msgspec.MsgspecError, TypeError, ValueError):
-        return None
-    return Point(candidate.levers, candidate.micro_batch)
-
-
-def _trial_in(other: FrozenTrial) -> Trial | None:
-    """What we wrote into it; nothing that somebody else wrote is trusted."""
-    try:
-        trial = msgspec.json.decode(other.user_attrs.get("trial", ""), type=Trial)
-    except (msgspec.MsgspecError, TypeError, ValueError):
-        return None
-    times = trial.outcome.step_times_s if isinstance(trial.outcome, Fit) else ()
-    peak = getattr(trial.outcome, "peak_bytes", None) or 0
-    sound = (
-        1 <= trial.candidate.micro_batch <= _MOST_ROWS
-        and 0 <= trial.candidate.levers.checkpointed_blocks <= _MOST_BLOCKS
-        and trial.rows_per_step >= 1
-        and 0 <= peak < 2**60
-        and all(0 < seconds < inf for seconds in times)
-    )
-    return trial if sound else None
-
-
 def _is_gone(pid: str) -> bool:
     """Whether there is no such process on this machine."""
     return not pid.isdecimal() or len(pid) > 9 or not psutil.pid_exists(int(pid))
-
-
-def _claim_of(candidate: Candidate) -> dict[str, str]:
-    """Who runs what; the claim is one of its kind."""
-    return {
-        "owner": f"{socket.gethostname()}:{os.getpid()}",
-        "candidate": msgspec.json.encode(candidate).decode(),
-        "claim": uuid4().hex,
-    }
 
 
 @contextmanager

@@ -1,11 +1,10 @@
 """autotune, probe and predict: the public calls, and the same for a workload that is ready.
 
-What they do is in `session`; here are the arguments, their meaning and the bar.
+What they do is in `exploring`, `reaching` and `predicting`; here are the arguments and their meaning.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,8 +13,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autoaccum.admitting import OptimizerFactory
 from autoaccum.batches.layout import BatchDim
-from autoaccum.batches.sources import SplitFn
+from autoaccum.batches.opaque import SplitFn
 from autoaccum.cache import Cache
 from autoaccum.devices.base import AbstractDevice
 from autoaccum.errors import InvalidRequestError
@@ -28,9 +28,10 @@ from autoaccum.prediction.gpus import GPUS, Gpu, gpu_for
 from autoaccum.proportional import proportional_plan
 from autoaccum.reaching import probed
 from autoaccum.records import ProbeResult, Trial
+from autoaccum.report.following import Follower, following
 from autoaccum.request import Request
-from autoaccum.session import Listener, Search
-from autoaccum.workload import OptimizerFactory, Weight, Workload
+from autoaccum.session import Search
+from autoaccum.workload import Weight, Workload
 from autoaccum.writing import explored_plan
 
 
@@ -152,7 +153,7 @@ def autotune(
         objective=objective,
         cache=None if cache is None else str(cache),
     )
-    with _shown(progress) as listener:
+    with following(progress) as listener:
         return tune_workload(
             workload, request, device=device, process_group=process_group, listener=listener, storage=storage
         )
@@ -227,7 +228,7 @@ def probe(
         time_budget_s=time_budget_s,
         exact=exact,
     )
-    with _shown(progress) as listener:
+    with following(progress) as listener:
         return probe_workload(workload, request, device=device, process_group=process_group, listener=listener)
 
 
@@ -337,7 +338,7 @@ def tune_workload(
     *,
     device: object = None,
     process_group: Any = None,
-    listener: Listener | None = None,
+    listener: Follower | None = None,
     log: Sequence[Trial] = (),
     storage: Any = None,
 ) -> Plan:
@@ -363,7 +364,7 @@ def probe_workload(
     *,
     device: object = None,
     process_group: Any = None,
-    listener: Listener | None = None,
+    listener: Follower | None = None,
     log: Sequence[Trial] = (),
 ) -> ProbeResult:
     """What `probe` does, going on from a log of trials already run."""
@@ -383,23 +384,3 @@ def _listed(names: Any) -> Any:
     if isinstance(names, (set, frozenset)):
         return sorted(names, key=str)
     return list(names) if isinstance(names, tuple) else names
-
-
-class _Silent:
-    """No one follows the search."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *error: Any) -> None:
-        return None
-
-
-def _shown(progress: bool | None) -> Any:
-    """A progress bar where one is wanted, else nothing."""
-    wanted = sys.stderr.isatty() if progress is None else progress
-    if not wanted:
-        return _Silent()
-    from autoaccum.report.progress import ProgressBar
-
-    return ProgressBar()

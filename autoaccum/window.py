@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autoaccum.backward import Backward
 from autoaccum.gradients import (
     LOW_PRECISION,
     Accumulation,
-    Backward,
     all_finite,
     clip,
     parameters_of,

@@ -1,6 +1,6 @@
 """The user's model, loss and optimizer, as one thing that can take a training step.
 
-Decides how the model is called and what its loss is; checks all of it once, at the door. Knows nothing of budgets or trials.
+Decides which module is run in place of the model, and in which mode. Knows nothing of budgets or trials.
 """
 
 from __future__ import annotations
@@ -13,22 +13,31 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from autoaccum.batches.layout import BatchDim, shared_second_dim
-from autoaccum.batches.sources import AbstractSource, BatchSource, SplitFn, source_of
-from autoaccum.batches.structure import tensors_in
+from autoaccum.admitting import (
+    OptimizerFactory,
+    check_sample_device,
+    check_step,
+    checked_optimizer,
+    refuse_time_as_rows,
+    single_device,
+    unwrapped,
+)
+from autoaccum.batches.layout import BatchDim
+from autoaccum.batches.opaque import SplitFn
+from autoaccum.batches.source_kinds import AbstractSource, BatchSource
+from autoaccum.batches.sources import source_of
 from autoaccum.batches.weights import Tokens, Weigher
 from autoaccum.engines import own_optimizer, refuse_engines
 from autoaccum.errors import InvalidRequestError
-from autoaccum.losses import LossFn, MicroBatchLoss, TrainingStep
+from autoaccum.losses import UNUSED_LOSS_FN, LossFn, MicroBatchLoss, TrainingStep
 from autoaccum.preserve import random_states_kept
 from autoaccum.records import MemoryAccount
-from autoaccum.shards import local_part, split_again
+from autoaccum.shards import local_part
 
-OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 Weight = str | Tokens | Callable[[Any], float]
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -42,7 +51,7 @@ class Workload:
         model: At least one trainable parameter; all parameters on one device. A DDP wrapper is taken off for probing.
         sample: A batch of any size >= 1, a `Dataset`, a `DataLoader` (never iterated), or a callable `n -> batch`.
         loss_fn: `loss_fn(output, target)` -> scalar mean loss, for samples shaped `(input, ..., target)`.
-        training_step: `training_step(model, batch)` -> scalar loss; full control, wins over `loss_fn`.
+        training_step: `training_step(model, batch)` -> scalar loss; full control, wins over `loss_fn` with a warning.
         optimizer: An `Optimizer` on this model's parameters, or a factory `params -> Optimizer`. None: AdamW.
         weight: What the loss is a mean over: "samples", `tokens("labels")`, or `batch -> number`.
         batch_dim: Which dimension holds the rows, where it cannot be seen: an int, or `{leaf name: int or None}`.
@@ -83,11 +92,13 @@ class Workload:
         self.weight = weight
         self.warnings: list[str] = []
         self.loss = MicroBatchLoss(self.module, loss_fn, training_step, warn=self.warn)
+        if loss_fn is not None and training_step is not None:
+            self.warn(UNUSED_LOSS_FN)
         self._optimizer = checked_optimizer(own_optimizer(optimizer), self.module)
         with random_states_kept():
             self.source: AbstractSource = source_of(sample, batch_dim, split)
         if isinstance(self.source, BatchSource):
-            _check_sample_device(sample, self.device)
+            check_sample_device(sample, self.device)
             if batch_dim is None:
                 refuse_time_as_rows(sample, self.module)
 
@@ -148,7 +159,7 @@ class Workload:
             raise InvalidRequestError(
                 f"the optimizer factory returned {type(made).__name__}; expected a torch.optim.Optimizer."
             )
-        _check_step(made)
+        check_step(made)
         return made
 
     def copied(self) -> Workload:
@@ -255,100 +266,3 @@ def step_hooks_suspended(optimizer: Optimizer) -> Iterator[None]:
     finally:
         for registry, hooks in kept:
             registry.update(hooks)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside a DDP wrapper, with what a training step needs: parameters with shapes, one of them trainable."""
-    if not isinstance(model, nn.Module):
-        raise InvalidRequestError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
-    # A DDP forward outside no_sync arms its reducer; the module inside needs the same memory but for the buckets.
-    module = model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else model
-    if not isinstance(module, nn.Module):
-        raise InvalidRequestError("the wrapped model holds no torch.nn.Module.")
-    split_again(module)  # while its parameters are whole, they are not those that an optimizer has
-    parameters = list(module.parameters())
-    if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in parameters):
-        raise InvalidRequestError("the model has lazy parameters without a shape; run one forward pass first.")
-    if not any(parameter.requires_grad for parameter in parameters):
-        raise InvalidRequestError(
-            f"model {type(module).__name__} has no trainable parameter ({len(parameters)} frozen ones); "
-            "expected at least one with requires_grad=True."
-        )
-    return module
-
-
-def single_device(module: nn.Module, *, meta_allowed: bool = False) -> torch.device:
-    """Where all of the module's tensors are; more than one place, or the meta device, is refused."""
-    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
-    if len(devices) > 1:
-        raise InvalidRequestError(
-            f"the model's tensors are on several devices ({', '.join(sorted(map(str, devices)))}); expected one."
-        )
-    device = devices.pop()
-    if device.type == "meta" and not meta_allowed:
-        raise InvalidRequestError(
-            "the model is on the meta device and holds no values; expected cpu or a GPU (only predict takes it as it is)."
-        )
-    return device
-
-
-def _check_sample_device(sample: Any, device: torch.device) -> None:
-    """Host tensors go to the model's device micro-batch by micro-batch; anything else must be there already."""
-    others = {tensor.device for tensor in tensors_in(sample)} - {device, torch.device("cpu")}
-    if others:
-        raise InvalidRequestError(
-            f"the model is on {device} and the sample on {', '.join(sorted(map(str, others)))}; "
-            "expected the sample on the model's device or on the cpu."
-        )
-
-
-def refuse_time_as_rows(sample: Any, module: nn.Module) -> None:
-    """Where the model has layers that take time first, a sample whose tensors all share two dimensions is ambiguous.
-
-    Raises:
-        InvalidRequestError: With the layer and the remedy.
-    """
-    second = shared_second_dim(sample)
-    time_first = [
-        name or type(layer).__name__
-        for name, layer in module.named_modules()
-        if isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) and not layer.batch_first
-    ]
-    if second is not None and time_first:
-        raise InvalidRequestError(
-            f"the sample's first dimension may be time: layer {time_first[0]!r} has batch_first=False, and every tensor has "
-            f"a second dimension of {second}. Say where the rows are: batch_dim=0 or batch_dim=1."
-        )
-
-
-def checked_optimizer(optimizer: Any, module: nn.Module) -> Optimizer | OptimizerFactory | None:
-    """The optimizer or factory, if it is over the module's parameters and steps without a closure."""
-    if optimizer is None:
-        return None
-    if not isinstance(optimizer, Optimizer):
-        if not callable(optimizer):
-            raise InvalidRequestError(
-                f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer or a factory "
-                "params -> Optimizer."
-            )
-        made: OptimizerFactory = optimizer
-        return made
-    own = {id(parameter) for parameter in module.parameters()}
-    foreign = [parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) not in own]
-    if foreign:
-        raise InvalidRequestError(
-            f"the optimizer holds {len(foreign)} parameters that are not the model's (the first has shape "
-            f"{tuple(foreign[0].shape)}); expected an optimizer over model.parameters(). "
-            "Was the model replaced after it was made?"
-        )
-    _check_step(optimizer)
-    return optimizer
-
-
-def _check_step(optimizer: Optimizer) -> None:
-    parameters = inspect.signature(optimizer.step).parameters.values()
-    if isinstance(optimizer, torch.optim.LBFGS) or any(p.name == "closure" and p.default is p.empty for p in parameters):
-        raise InvalidRequestError(
-            f"{type(optimizer).__name__} evaluates a closure several times per step, which accumulation cannot give it; "
-            "use an optimizer whose step() takes no closure."
-        )

@@ -287,6 +287,18 @@ def test_applied_changes_nothing(plan: Plan) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_applied_refuses_an_optimizer_of_another_model(plan: Plan) -> None:
+    """An optimizer that trains nothing of the model is refused with every lever off as well; one that trains more is not."""
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    with (
+        pytest.raises(InvalidRequestError, match="no parameter of this Linear"),
+        plan.applied(model, torch.optim.SGD(other.parameters(), lr=0.1)),
+    ):
+        pass
+    with plan.applied(model, torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)):
+        pass
+
+
 def test_applied_lets_errors_through(plan: Plan) -> None:
     """An error inside `applied` comes out as it is."""
     with pytest.raises(KeyError), plan.applied(nn.Linear(1, 1)):

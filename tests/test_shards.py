@@ -23,7 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from autoaccum.preserve import preserved
 from autoaccum.shards import bring_to_rest, local_part, make_ready, mesh_size, split_again
-from autoaccum.workload import num_bytes, unwrapped
+from autoaccum.admitting import unwrapped
+from autoaccum.workload import num_bytes
 dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
 
 def made():

@@ -15,8 +15,9 @@ from autoaccum.accumulate.own_loop import OpenWindow
 from autoaccum.accumulate.run import Run
 from autoaccum.accumulate.training import Training
 from autoaccum.batches.layout import BatchDim
-from autoaccum.batches.slicing import CostFn, Slicer, Window
-from autoaccum.batches.sources import SplitFn
+from autoaccum.batches.opaque import SplitFn
+from autoaccum.batches.pieces import Window
+from autoaccum.batches.slicing import CostFn, Slicer
 from autoaccum.caps import Caps
 from autoaccum.checking.split import check_split
 from autoaccum.errors import InvalidRequestError
@@ -40,7 +41,7 @@ class Accumulator:
         optimizer: Over parameters of this model. What else the loss leads to receives no gradient.
         plan: From `autotune`: its micro-batch, its schedule for a window of exactly its size, its levers. Made with
             `shares="proportional"`, it may be any rank's: each rank is handed `plan.shares[rank]` rows a step.
-        micro_batch: The most rows on this rank in one micro-batch. Give this or `plan`.
+        micro_batch: The most rows on this rank in one micro-batch, >= 1. Give this or `plan`.
         loss_fn: `loss_fn(output, target)` -> scalar, for batches shaped `(input, ..., target)`.
         training_step: `training_step(model, batch)` -> scalar; wins over `loss_fn`. With neither, the model's own loss.
         weight: What the loss is a mean over: "samples", `tokens("labels")`, or `batch -> number`. With "samples", one of
@@ -136,6 +137,9 @@ class Accumulator:
     def window(self, batch: Any) -> OpenWindow:
         """One window for a loop of one's own; see `OpenWindow`.
 
+        Args:
+            batch: As for `step`. Nothing is looked at before the window is entered.
+
         Example:
             >>> import torch
             >>> model = torch.nn.Linear(4, 1)
@@ -156,7 +160,12 @@ class Accumulator:
 
         Args:
             loader: Any iterable; its length is not asked for. Its batches are held until their step, a window at a time.
-            steps: Micro-batches per window on this rank. None: the plan's accumulation_steps.
+            steps: Micro-batches per window on this rank, >= 1. None: the plan's accumulation_steps.
+
+        Raises:
+            InvalidRequestError: When there is neither a number of steps nor a plan.
+            RankMismatchError: When another rank's loader has failed.
+            Exception: Whatever the loader raises.
 
         Example:
             >>> import torch
@@ -165,10 +174,11 @@ class Accumulator:
             >>> [len(window) for window in acc.windows(torch.randn(10, 4).split(2), steps=4)]
             [4, 1]
         """
-        if steps is None and self._training.plan is None:
-            raise InvalidRequestError("steps=None needs a plan; expected the number of micro-batches per window.")
-        chosen = self._training.plan.accumulation_steps if steps is None and self._training.plan is not None else steps
-        return self._windows(loader, whole_number(chosen, "steps", "the micro-batches of one window"))
+        if steps is None:
+            if self._training.plan is None:
+                raise InvalidRequestError("steps=None needs a plan; expected the number of micro-batches per window.")
+            steps = self._training.plan.accumulation_steps
+        return self._windows(loader, whole_number(steps, "steps", "the micro-batches of one window"))
 
     def _windows(self, loader: Iterable[Any], steps: int) -> Iterator[Window]:
         micro_batches = iter(loader)
@@ -249,4 +259,5 @@ class Accumulator:
             if isinstance(error, InvalidRequestError):
                 raise
             raise InvalidRequestError(f"this is not the state of an Accumulator: {type(error).__name__} {error}.") from None
-        self._training.counts, self._training.caps = counts, caps
+        self._training.counts = counts
+        self._training.caps.load(caps.state())

@@ -9,8 +9,8 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autoaccum.batches.layout import BatchDim
+from autoaccum.batches.opaque import SplitFn
 from autoaccum.batches.slicing import CostFn, Slicer
-from autoaccum.batches.sources import SplitFn
 from autoaccum.engines import own_scheduler
 from autoaccum.errors import InvalidRequestError
 from autoaccum.plan import Plan

@@ -90,7 +90,7 @@ class OpenWindow:
     def in_order(self, outputs: Sequence[Tensor]) -> Tensor:
         """Outputs of the micro-batches, one row for each of theirs, as one tensor in the order of the batch's rows."""
         whole = torch.cat(list(outputs))
-        positions = [position for piece in self._run.pieces for position in piece.positions or ()]
+        positions = [position for piece in self._run.cut.pieces for position in piece.positions or ()]
         return whole[torch.tensor(positions, device=whole.device).argsort()] if positions else whole
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: object) -> None:
@@ -111,7 +111,7 @@ class OpenWindow:
     def _advise(self, error: BaseException) -> None:
         run = self._run
         row = recognise(error, ERROR_ROWS)
-        if row is None or row.verdict not in TOO_LARGE or not run.pieces:
+        if row is None or row.verdict not in TOO_LARGE or not run.cut.pieces:
             return
         piece = run.piece_at_work()
         if piece.cuttable:

@@ -11,11 +11,11 @@ from typing import Any, TypeVar, final
 
 from torch import Tensor
 
+from autoaccum.accumulate.cut import Cut
 from autoaccum.accumulate.training import Training
-from autoaccum.batches.slicing import AbstractShare, Piece, Window
+from autoaccum.batches.pieces import Piece, Window
 from autoaccum.batches.structure import tensors_in
-from autoaccum.batches.weights import has_ignored_labels
-from autoaccum.caps import Shape
+from autoaccum.batches.weights import IGNORED_LABELS, has_ignored_labels
 from autoaccum.catching import Failure, attempted
 from autoaccum.devices import ERROR_ROWS
 from autoaccum.devices.base import Verdict, recognise
@@ -46,13 +46,11 @@ class Run:
         self.accumulation: Accumulation | None = None
         self._batch = batch
         self._parameters = parameters_of(training.optimizer)
-        self._share: AbstractShare | None = None
-        self.pieces: tuple[Piece, ...] = ()
+        self.cut = Cut(training.slicer, training.caps)
         self._weight = 0.0
         self._agreement: Agreement | None = None
         self._versions: list[tuple[Tensor, int]] = []
         self._replays = 0
-        self._limits_before: list[dict[str, Any]] | None = None
         self._in_step = False  # with the other ranks, where they run together
 
     def contexts(self) -> ExitStack:
@@ -99,7 +97,7 @@ class Run:
 
     def piece_at_work(self) -> Piece:
         """The micro-batch that was run last."""
-        return self.pieces[min(self.progress.index, len(self.pieces) - 1)]  # ranks in lockstep repeat the last one
+        return self.cut.piece_at(self.progress.index)
 
     def _accumulate(self) -> Tensor | None:
         training = self.training
@@ -120,20 +118,16 @@ class Run:
     def begin(self) -> Iterator[Any]:
         """Start an attempt; gives the micro-batches, not yet placed, in the order of `scales`."""
         training = self.training
-        if self._share is None:
+        if not self.cut.has_begun:
             training.refuse_broken()
             refuse_deferred_step(*training.given)
             refuse_present(self._parameters)
-            self._share = training.slicer.share(self._batch)
+            self.cut.begin(self._batch)
             training.rewinder.mark()
             if not training.counts["windows"] and training.weigher.counts_rows and has_ignored_labels(self._batch):
-                logger.warning(
-                    "some labels are -100, and weight='samples' weighs micro-batches by rows: if the loss is a mean over "
-                    "labels, pass weight=autoaccum.tokens('labels'), with shift=True for causal language models"
-                )
+                logger.warning(IGNORED_LABELS)
             self._versions = [(tensor, tensor._version) for tensor in self._tensors_in_reach()]
-        pieces, make = self._share.cut(training.caps.limit)
-        self.pieces = pieces
+        make = self.cut.again()
         weights = self._weights(make)
         self._weight = float(sum(weights))
         self._in_step = True
@@ -155,11 +149,11 @@ class Run:
 
     def _weights(self, make: Callable[[], Iterator[Any]]) -> list[float]:
         weigher = self.training.weigher
-        if any(piece.rows is None for piece in self.pieces) and weigher.counts_rows:
+        if any(piece.rows is None for piece in self.cut.pieces) and weigher.counts_rows:
             raise InvalidRequestError(
                 "the rows of a ready micro-batch cannot be counted; pass weight=: a function micro_batch -> number."
             )
-        return weigher.weights([piece.rows or 0 for piece in self.pieces], make)
+        return weigher.weights([piece.rows or 0 for piece in self.cut.pieces], make)
 
     def _gradients(self) -> list[Tensor | None]:
         """One entry per parameter on every rank; none where there is nothing to reduce, or FSDP has done it already."""
@@ -172,7 +166,7 @@ class Run:
         if self.accumulation is not None:
             self.accumulation.discard()
             self.accumulation = None
-        return self.training.rewinder.rewind() if self._share is not None else []
+        return self.training.rewinder.rewind() if self.cut.has_begun else []
 
     def _tell_failure(self, error: Exception) -> None:
         if self.training.sharding.lockstep:
@@ -186,40 +180,20 @@ class Run:
         """After a failure that depends on the size: go back to the start, and cut otherwise, on every rank."""
         training, phase = self.training, self.progress.phase
         lost = self._set_back()
-        hindrance = self._hindrance(lost) or self._cut_otherwise(failure)
+        hindrance = self._hindrance(lost) or self.cut.otherwise(self.piece_at_work(), failure.row.verdict)
         if hindrance is not None:
             failure.error.add_note(f"autoaccum did not replay the window: {hindrance}")
-            if failure.row.verdict is Verdict.UNCLEAR and self._limits_before is not None:
-                training.caps.load(self._limits_before)  # it was not the size
+            if failure.row.verdict is Verdict.UNCLEAR:
+                self.cut.forget()
             self._tell_failure(failure.error)
             raise failure.error
         piece = self.piece_at_work()
-        limit = training.caps.limit(piece.shape)
+        limit = self.cut.limit_of(piece)
         agreement = training.reducer.agree(Standing(Status.OUT_OF_MEMORY, limit=limit), self._gradients())
-        size = f"{piece.size:g} rows" if training.slicer.cost is None else f"a cost of {piece.size:g}"
         if agreement.limit < limit:
-            self._lower(agreement.limit)
-        self._note_replay(agreement.limit, f"{failure.message.splitlines()[0]} ({size}, {phase} pass)")
+            self.cut.lower(agreement.limit)
+        self._note_replay(agreement.limit, f"{failure.message.splitlines()[0]} ({self.cut.in_words(piece)}, {phase} pass)")
         return False
-
-    def _cut_otherwise(self, failure: Failure) -> str | None:
-        """Learn from the failure how to cut; why that is impossible, if it is."""
-        slicer, caps, piece = self.training.slicer, self.training.caps, self.piece_at_work()
-        floor = slicer.at_least
-        self._limits_before = caps.state() if self._limits_before is None else self._limits_before
-        if failure.row.verdict is Verdict.FLOOR:
-            slicer.at_least = max(floor, (piece.rows or 0) + 1)
-        elif piece.cuttable:
-            caps.fail(piece.shape, piece.size)
-        else:
-            rows = "a single row" if piece.rows == 1 else "a micro-batch that cannot be cut (batch_dim= or split= may help)"
-            return f"it failed with {rows}."
-        assert self._share is not None
-        if self._share.cut(caps.limit).pieces != self.pieces:
-            return None
-        slicer.at_least = floor
-        with_floor = f" with at least {floor} rows in each micro-batch" if floor > 1 else ""
-        return f"these {sum(piece.rows or 0 for piece in self.pieces)} rows cannot be cut in another way{with_floor}."
 
     def _set_back(self) -> list[str]:
         self.loss = None
@@ -234,7 +208,7 @@ class Run:
             return "on_oom='raise'."
         if self.training.sharding.lockstep:
             return "ranks run together (FSDP, SyncBatchNorm): the others wait inside the model. Use a smaller micro_batch."
-        if not self.pieces:
+        if not self.cut.pieces:
             return "it failed before the batch was cut."
         if lost:
             return f"the buffers {', '.join(lost[:5])} have changed and no copy of them was kept."
@@ -257,17 +231,9 @@ class Run:
         lost = self._set_back()
         if lost:
             self.guarded(lambda: _raise_lost(lost))
-        self._lower(agreement.limit)
+        self.cut.lower(agreement.limit)
         self._note_replay(agreement.limit, "another rank could not run it")
         return False
-
-    def _lower(self, limit: float) -> None:
-        """Take over what another rank needs. A failure of this rank's own says nothing about its other shapes."""
-        for shape in {piece.shape for piece in self.pieces}:
-            self.training.caps.lower(shape, self._largest(shape), limit)
-
-    def _largest(self, shape: Shape) -> float:
-        return max(piece.size for piece in self.pieces if piece.shape == shape)
 
     def _note_replay(self, limit: float, where: str) -> None:
         self._replays += 1
@@ -279,7 +245,7 @@ class Run:
         """Take the step that all ranks agreed on."""
         training, agreement = self.training, self._agreement
         assert agreement is not None and self.accumulation is not None
-        sizes = tuple(piece.rows for piece in self.pieces)
+        sizes = tuple(piece.rows for piece in self.cut.pieces)
         if not agreement.weight:
             self.accumulation.discard()
             training.counts["windows"] += 1
@@ -308,8 +274,7 @@ class Run:
         if not step.taken:
             training.counts["skipped"] += 1
             logger.warning("a gradient was not finite: the window took no step")
-        for shape in {piece.shape for piece in self.pieces}:
-            training.caps.run(shape, self._largest(shape))
+        self.cut.learn()
         return StepResult(
             loss=loss,
             weight=agreement.weight,

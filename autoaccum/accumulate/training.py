@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any, Literal, final
 
@@ -11,24 +12,27 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from autoaccum.accumulate.arguments import check_options, slicer_for
+from autoaccum.admitting import checked_optimizer, refuse_time_as_rows, single_device, unwrapped
+from autoaccum.backward import Backward
 from autoaccum.batches.layout import BatchDim
+from autoaccum.batches.opaque import SplitFn
 from autoaccum.batches.slicing import CostFn
-from autoaccum.batches.sources import SplitFn
 from autoaccum.batches.weights import Weigher
 from autoaccum.caps import Caps
 from autoaccum.devices import device_for
 from autoaccum.engines import own_optimizer, own_scaler, refuse_engines, refuse_own_scaling
 from autoaccum.errors import InvalidRequestError, RankMismatchError
-from autoaccum.gradients import Backward
 from autoaccum.levers import under_autocast
-from autoaccum.losses import LossFn, MicroBatchLoss, TrainingStep
+from autoaccum.losses import UNUSED_LOSS_FN, LossFn, MicroBatchLoss, TrainingStep
 from autoaccum.plan import Plan
 from autoaccum.records import Levers
 from autoaccum.reduction import Reducer, fingerprint_of
 from autoaccum.rewind import Rewinder
 from autoaccum.sharding import Sharding
-from autoaccum.workload import Weight, checked_optimizer, refuse_time_as_rows, single_device, unwrapped
+from autoaccum.workload import Weight
 from autoaccum.wrapped import is_compiled, refuse_wrapped
+
+logger = logging.getLogger("autoaccum")
 
 
 @final
@@ -73,6 +77,8 @@ class Training:
         self.is_compiled = is_compiled(model)
         self.max_grad_norm, self.scheduler, self.on_oom = max_grad_norm, scheduler, on_oom
         self.loss = MicroBatchLoss(module, loss_fn, training_step)
+        if loss_fn is not None and training_step is not None:
+            logger.warning(UNUSED_LOSS_FN)
         self.weigher = Weigher(weight, None if training_step is not None else loss_fn)
         self.device = device_for(None, single_device(module))
         if process_group is None and isinstance(model, DistributedDataParallel):

@@ -5,93 +5,24 @@ The batch stays where it is and is never written to; a micro-batch is made when 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from torch import Tensor
 
 from autoaccum.batches.cutting import narrow_rows, take_rows
 from autoaccum.batches.layout import BatchDim, Layout, find_layout, refuse_doubtful_layout
+from autoaccum.batches.opaque import SplitFn, opaque_length, parts_of
 from autoaccum.batches.packing import pack, refuse_above
-from autoaccum.batches.sources import SplitFn, item_size, opaque_length, parts_of
-from autoaccum.batches.structure import covers, is_array, leaves_of, mapped, name_of, nodes_of
-from autoaccum.caps import Shape
+from autoaccum.batches.pieces import AbstractShare, LimitFn, Piece, Pieces, Window, renewed, shape_of
+from autoaccum.batches.structure import is_array, leaves_of, nodes_of
 from autoaccum.errors import InvalidRequestError
 from autoaccum.schedule import balanced, split_rows, steps_for
 
 CostFn = Callable[[Any], float]
 
 _LAYOUTS_KEPT = 64
-
-
-@final
-class Window:
-    """The ready micro-batches of one optimizer step, in order. Made by `Accumulator.windows`, or by hand.
-
-    Args:
-        micro_batches: Taken as they are; opaque ones (graphs, packed sequences) included. May be empty.
-
-    Example:
-        >>> import torch
-        >>> len(Window([torch.randn(2, 3), torch.randn(1, 3)]))
-        2
-    """
-
-    def __init__(self, micro_batches: Sequence[Any]) -> None:
-        self.micro_batches = tuple(micro_batches)
-
-    def __len__(self) -> int:
-        return len(self.micro_batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.micro_batches)
-
-
-class Piece(NamedTuple):
-    """A micro-batch to be: how many rows, what counts against the limit, the shape that the limit belongs to.
-
-    Attributes:
-        rows: None where they cannot be counted.
-        size: Rows, or the cost.
-        cuttable: Whether it can be made smaller.
-        positions: Which rows of the batch, None where they are the next ones in order.
-    """
-
-    rows: int | None
-    size: float
-    shape: Shape
-    cuttable: bool
-    positions: tuple[int, ...] | None = None
-
-
-class Pieces(NamedTuple):
-    """A window, cut: its pieces, and how to make the micro-batches, in the same order, each time it is called."""
-
-    pieces: tuple[Piece, ...]
-    make: Callable[[], Iterator[Any]]
-
-
-LimitFn = Callable[[Shape], float]
-
-
-class AbstractShare(ABC):
-    """This rank's rows of one window.
-
-    Attributes:
-        rows: How many, None for ready micro-batches.
-    """
-
-    rows: int | None
-
-    @abstractmethod
-    def cut(self, limit_of: LimitFn) -> Pieces:
-        """Cut into micro-batches, none above the limit of its shape."""
-
-    @abstractmethod
-    def first(self, sizes: Sequence[int]) -> list[Any]:
-        """The first rows, in parts of these sizes."""
 
 
 @final
@@ -293,32 +224,6 @@ class _ReadyShare(AbstractShare):
             else:
                 assert layout is not None
                 yield from _RowShare(self._slicer, batch, layout)._in_order([piece.rows or 0 for piece in pieces])
-
-
-def shape_of(batch: Any, layout: Layout) -> Shape:
-    """The parts of a batch, each with its shape without the rows; items of lists by the size of the largest one."""
-    shape: list[tuple[str, tuple[int, ...]]] = []
-    leaves = dict(leaves_of(batch))
-    for path, how in layout.cuts.items():
-        if how == "items":
-            inner = [leaf for at, leaf in leaves.items() if covers(at, path) and is_array(leaf)]
-            shape.append((name_of(path), (_largest_item(inner),)))
-        else:
-            sizes = leaves[path].shape
-            shape.append((name_of(path), tuple(int(size) for dim, size in enumerate(sizes) if dim != how)))
-    return tuple(shape)
-
-
-def _largest_item(arrays: Sequence[Any]) -> int:
-    """Elements of the largest one, up to the next power of two: every image size as a shape of its own teaches nothing."""
-    return 1 << max((item_size(array) for array in arrays), default=0).bit_length()
-
-
-def renewed(batch: Any) -> Any:
-    """The same leaves in new containers: a step that pops its labels must find them again in a replay."""
-    if isinstance(batch, Tensor) or (type(batch) is tuple and all(isinstance(part, Tensor) for part in batch)):
-        return batch  # nothing can be taken out of these
-    return mapped(batch, {}, (), lambda leaf, how: leaf)
 
 
 def _has_no_rows(batch: Any, batch_dim: BatchDim) -> bool:

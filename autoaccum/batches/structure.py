@@ -136,3 +136,16 @@ def tensors_in(batch: Any) -> list[Tensor]:
 def covers(inner: tuple[str, ...], outer: tuple[str, ...]) -> bool:
     """Whether the outer path is the inner one or a container around it."""
     return inner[: len(outer)] == outer
+
+
+def item_size(item: Any) -> int:
+    """How large an item is, in elements; only compared with its like."""
+    total = 0
+    for _, leaf in leaves_of(item):
+        if isinstance(leaf, Tensor):
+            total += leaf.numel()
+        elif isinstance(leaf, np.ndarray):
+            total += leaf.size
+        else:
+            total += len(leaf) if isinstance(leaf, (str, bytes)) else 1
+    return total

@@ -11,6 +11,11 @@ from torch import Tensor
 from autoaccum.batches.denominators import Denominator, denominator_of
 from autoaccum.errors import InvalidRequestError
 
+IGNORED_LABELS = (  # said where `has_ignored_labels` and rows are counted
+    "some labels are -100, and weight='samples' weighs micro-batches by rows: if the loss is a mean over labels, pass "
+    "weight=autoaccum.tokens('labels'), with shift=True for causal language models"
+)
+
 
 @final
 class Tokens:

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autoaccum.batches.slicing import AbstractShare
+from autoaccum.backward import Backward
+from autoaccum.batches.pieces import AbstractShare
 from autoaccum.batches.structure import leaves_of, mapped, name_of
 from autoaccum.batches.weights import Tokens, Weigher
 from autoaccum.checking import reasons
 from autoaccum.checking.dropout import without_dropout
 from autoaccum.devices.base import AbstractDevice
 from autoaccum.errors import InvalidRequestError
-from autoaccum.gradients import Accumulation, Backward, parameters_of
+from autoaccum.gradients import Accumulation, parameters_of
 from autoaccum.losses import MicroBatchLoss
 from autoaccum.records import CheckResult
 from autoaccum.rewind import Rewinder

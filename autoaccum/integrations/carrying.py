@@ -14,6 +14,11 @@ from autoaccum.schedule import divisions_in_words, largest_divisor, near_divisio
 logger = logging.getLogger("autoaccum")
 
 
+def all_sizes(plan: Plan) -> list[int]:
+    """The different sizes of micro-batches on all ranks, in rows, ascending."""
+    return sorted({size for rank in range(plan.world_size) for size in plan.schedule(rank)})
+
+
 def refuse_uneven(plan: Plan, receiver: str, remedy: str) -> None:
     """Refuse a plan whose micro-batches are not all of one size, on all ranks.
 
@@ -27,9 +32,8 @@ def refuse_uneven(plan: Plan, receiver: str, remedy: str) -> None:
     """
     if not isinstance(plan, Plan):
         raise InvalidRequestError(f"plan is a {type(plan).__name__}; expected a Plan, from autotune, predict or Plan.load.")
-    schedules = {plan.schedule(rank) for rank in range(plan.world_size)}
-    sizes = sorted({size for schedule in schedules for size in schedule})
-    if len(schedules) == 1 and len(sizes) == 1:
+    sizes = all_sizes(plan)
+    if len({plan.schedule(rank) for rank in range(plan.world_size)}) == len(sizes) == 1:
         return
     bounds = {"at_least": plan.min_micro_batch, "multiple_of": plan.multiple_of}
     found = list(near_divisions(plan.target_batch, plan.world_size, plan.max_micro_batch, **bounds))

@@ -125,6 +125,6 @@ def training_arguments(plan: Plan) -> dict[str, Any]:
         {'per_device_train_batch_size': 10, 'gradient_accumulation_steps': 1, 'auto_find_batch_size': False}
     """
     framework("transformers")
-    from autoaccum.integrations.trainer.tuning import training_keywords
+    from autoaccum.integrations.trainer.arguments import training_keywords
 
     return training_keywords(plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -66,9 +66,8 @@ def _named(model: nn.Module, names: Sequence[str]) -> list[Block]:
 
 def _marked_layers(model: nn.Module) -> list[Block]:
     """Layers that transformers itself can checkpoint, without those inside another one."""
-    library = sys.modules.get("transformers.modeling_layers")
-    marked = getattr(library, "GradientCheckpointingLayer", None)
-    return [] if marked is None else list(_outermost(model, "", marked))
+    kind = _marked_kind()
+    return [] if kind is None else list(_outermost(model, "", kind))
 
 
 def _outermost(module: nn.Module, prefix: str, kind: type[nn.Module]) -> Iterator[Block]:
@@ -81,9 +80,13 @@ def _outermost(module: nn.Module, prefix: str, kind: type[nn.Module]) -> Iterato
 
 def is_marked(module: nn.Module) -> bool:
     """Whether transformers itself can checkpoint this layer."""
-    library = sys.modules.get("transformers.modeling_layers")
-    marked = getattr(library, "GradientCheckpointingLayer", None)
-    return marked is not None and isinstance(module, marked)
+    kind = _marked_kind()
+    return kind is not None and isinstance(module, kind)
+
+
+def _marked_kind() -> Any:
+    library = sys.modules.get("transformers.modeling_layers")  # no layer is of its kind where it was never imported
+    return getattr(library, "GradientCheckpointingLayer", None)
 
 
 def _members(module: nn.Module, prefix: str, *, through_sequences: bool) -> Iterator[Block]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, NoReturn, Protocol, final
+from typing import Any, Literal, NoReturn, final
 
 import msgspec
 
 from autoaccum.agreeing import call_of, refuse_differing
 from autoaccum.budget import resolved_budget
 from autoaccum.choose import Schedule, remarks
+from autoaccum.company import Company
 from autoaccum.devices import device_for
 from autoaccum.devices.base import Steadiness
 from autoaccum.environment import environment_of
@@ -29,7 +30,6 @@ from autoaccum.probing import (
     MICRO_BATCHES_PER_WINDOW,
     WINDOWS_PER_PROBE,
     Attempt,
-    Company,
     IsEnough,
     older_objects_set_aside,
     run_trial,
@@ -44,6 +44,7 @@ from autoaccum.records import (
     Refused,
     Trial,
 )
+from autoaccum.report.following import Follower
 from autoaccum.request import Request, checked, sizes_of_use
 from autoaccum.schedule import shares, smallest
 from autoaccum.search import NOISE_FRAC, Standing, is_closed_by_convexity, propose, standing
@@ -61,19 +62,6 @@ _WORTH_PREDICTING = 3  # sizes; fewer are tried in less time than two traces tak
 _AS_IT_IS = Levers()
 
 Purpose = Literal["probe", "confirm"]
-
-
-class Listener(Protocol):
-    """Follows a search: a progress bar, a parent process, a study."""
-
-    def bounded(self, top: int) -> None:
-        """No size above this one will be tried."""
-
-    def started(self, candidate: Candidate, purpose: str) -> None:
-        """A trial begins."""
-
-    def finished(self, trial: Trial) -> None:
-        """A trial is over."""
 
 
 @final
@@ -94,7 +82,7 @@ class Search:
         request: Request,
         device: object,
         process_group: Any,
-        listener: Listener | None,
+        listener: Follower | None,
         log: Sequence[Trial],
         call: str = "autotune",
     ) -> None:

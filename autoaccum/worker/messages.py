@@ -8,7 +8,7 @@ from autoaccum.records import Candidate, PlanRecord, ProbeResult, Record, Trial
 
 
 class Job(Record, frozen=True, kw_only=True):
-    """What the worker is to do. `request` is a `session.Request` as JSON, which the parent need not understand.
+    """What the worker is to do. `request` is a `request.Request` as JSON, which the parent need not understand.
 
     `log` holds the trials of workers that died, so that the search goes on instead of starting again.
     """
@@ -51,7 +51,10 @@ class Probed(Record, frozen=True, kw_only=True, tag="probed"):
 
 
 class Failed(Record, frozen=True, kw_only=True, tag="failed"):
-    """The search ended with an error. `kind` "refused": autoaccum's own message; "user": a traceback of the user's code."""
+    """The search ended with an error.
+
+    `kind`: "nothing fits" and "refused" come with autoaccum's own message, "user" with a traceback of the user's code.
+    """
 
     kind: str
     text: str

@@ -11,12 +11,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from autoaccum.errors import AutoaccumError
-from autoaccum.records import Candidate, OutOfMemory, PlanRecord, ProbeResult, Trial
+from autoaccum.records import OutOfMemory, PlanRecord, ProbeResult, Trial
+from autoaccum.report.following import Follower
 from autoaccum.worker.messages import Bounded, Failed, Finished, Job, Message, Planned, Probed, Started
 
 # Cached oneDNN primitives hold memory for every shape that was tried: with one of them, convnet peaks are repeatable.
@@ -27,21 +28,7 @@ _DEATHS_OF_MEMORY = [getattr(signal, name) for name in ("SIGKILL", "SIGABRT", "S
 _GRACE_S = 10.0  # for a worker to put things back and leave after Ctrl-C
 _MOST_WORKERS = 30  # each death lowers the ceiling, so a sound search ends long before
 
-
 F = TypeVar("F", PlanRecord, ProbeResult)
-
-
-class Follower(Protocol):
-    """Follows a search."""
-
-    def bounded(self, top: int) -> None:
-        """No size above this one will be tried."""
-
-    def started(self, candidate: Candidate, purpose: str) -> None:
-        """A trial begins."""
-
-    def finished(self, trial: Trial) -> None:
-        """A trial is over."""
 
 
 class WorkerError(AutoaccumError):
@@ -67,7 +54,7 @@ def search_in_worker(
 
     Args:
         target: See `autoaccum.targets`.
-        request: The fields of a `session.Request`.
+        request: The fields of a `request.Request`.
         device: As the user writes it, None for the model's.
 
     Raises:

@@ -137,3 +137,20 @@ def test_time_axis_is_not_cut_in_silence() -> None:
         acc.step(data)
     with pytest.raises(InvalidRequestError, match="may be time"):
         acc.check(data)
+
+
+@pytest.mark.parametrize("with_loss_fn", [True, False])
+def test_loss_function_beside_a_training_step_is_told(
+    model: nn.Module, with_loss_fn: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loss function that a training step leaves unused is said to be, once."""
+    acc = Accumulator(
+        model,
+        SGD(model.parameters(), lr=0.1),
+        micro_batch=5,
+        loss_fn=functional.cross_entropy if with_loss_fn else None,
+        training_step=lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
+    )
+    acc.step(batch())
+    acc.step(batch())
+    assert caplog.text.count("loss_fn is not used") == with_loss_fn

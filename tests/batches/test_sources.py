@@ -27,8 +27,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from autoaccum.batches import sources
-from autoaccum.batches.sources import AbstractSource, source_of
+from autoaccum.batches import source_kinds
+from autoaccum.batches.source_kinds import AbstractSource
+from autoaccum.batches.sources import source_of
 from autoaccum.errors import InvalidRequestError
 
 
@@ -309,7 +310,7 @@ def test_long_data_set_is_looked_at_evenly() -> None:
 
 def test_looking_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking at slow items stops in time, and has looked at the last item before."""
-    monkeypatch.setattr(sources, "_LOOKING_TIME_S", -1.0)
+    monkeypatch.setattr(source_kinds, "_LOOKING_TIME_S", -1.0)
     dataset = Items(sequences())
     assert source_of(DataLoader(dataset, collate_fn=pad)).take(1).shape == (1, 512)
     assert dataset.asked == [200, 200]

@@ -789,6 +789,12 @@ def test_trainer_without_data_is_refused(tmp_path: Path) -> None:
         tuned(transformers.Trainer(bert_classes(), arguments(tmp_path)))
 
 
+def test_trainer_with_empty_data_is_refused(tmp_path: Path) -> None:
+    """A data set without rows is refused before torch refuses to sample from it."""
+    with pytest.raises(InvalidRequestError, match="train_dataset has 0 rows; expected"):
+        tuned(transformers.Trainer(bert_classes(), arguments(tmp_path), train_dataset=[]))
+
+
 def test_what_is_no_trainer_is_refused() -> None:
     """Anything else is named."""
     with pytest.raises(InvalidRequestError, match=r"trainer is a Linear; expected a transformers.Trainer"):

@@ -19,7 +19,7 @@ from autoaccum.records import (
     Refused,
     Trial,
 )
-from autoaccum.tune import Request
+from autoaccum.request import Request
 from autoaccum.worker.messages import Bounded, Failed, Finished, Job, Message, Planned, Probed, Started
 
 FIT = Trial(

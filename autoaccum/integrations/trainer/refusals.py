@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
+from transformers.trainer_utils import has_length
 
 from autoaccum.errors import InvalidRequestError
 
@@ -69,13 +70,15 @@ def refuse_untunable(trainer: Any) -> None:
 
 
 def refuse_without_data(trainer: Any) -> None:
-    """Refuse a trainer without training data.
+    """Refuse a trainer without training data, or with none in it.
 
     Raises:
         InvalidRequestError: With the remedy.
     """
     overridden = type(trainer).get_train_dataloader is not transformers.Trainer.get_train_dataloader
-    if trainer.train_dataset is None and not overridden:
-        raise InvalidRequestError(
-            "the trainer has no training data; expected Trainer(train_dataset=...), whose rows are what is run."
-        )
+    if overridden:
+        return
+    data = trainer.train_dataset
+    if data is None or (has_length(data) and len(data) == 0):
+        what = "the trainer has no training data" if data is None else "the trainer's train_dataset has 0 rows"
+        raise InvalidRequestError(f"{what}; expected Trainer(train_dataset=...), whose rows are what is run.")

@@ -22,9 +22,10 @@ from autoaccum.batches.sources import source_of
 from autoaccum.batches.structure import cloned
 from autoaccum.batches.weights import Tokens, tokens
 from autoaccum.checking.dropout import without_dropout
+from autoaccum.engines import own_optimizer
 from autoaccum.errors import InvalidRequestError
 from autoaccum.integrations.trainer.windows import Weighing, Windows, rows_of
-from autoaccum.integrations.trainer.workload import inner_optimizer, replaced
+from autoaccum.integrations.trainer.workload import replaced
 from autoaccum.preserve import preserved
 
 _ROWS = 8
@@ -203,7 +204,7 @@ def _quiet(trainer: Any) -> Iterator[None]:
     with ExitStack() as stack:
         if "_original_forward" in vars(model):  # what Accelerate has put under autocast in an earlier training
             stack.enter_context(replaced(model, forward=vars(model)["_original_forward"]))
-        optimizer = None if trainer.optimizer is None else inner_optimizer(trainer.optimizer)
+        optimizer = None if trainer.optimizer is None else own_optimizer(trainer.optimizer)
         on_disk = trainer.args.device.type == "cpu"
         stack.enter_context(preserved(model, optimizer, device=trainer.args.device, on_disk=on_disk))
         stack.enter_context(without_dropout(model))

@@ -7,9 +7,9 @@ from typing import Any, final
 
 import transformers
 
+from autoaccum.engines import own_optimizer
 from autoaccum.errors import InvalidRequestError
 from autoaccum.integrations.trainer.windows import Weighing, Windows
-from autoaccum.integrations.trainer.workload import inner_optimizer
 from autoaccum.plan import Plan
 
 
@@ -57,7 +57,7 @@ class Tuned(transformers.TrainerCallback):
         """Turn the levers on the model that is trained, which a `model_init` may have made anew."""
         self._refuse_other_numbers(args)
         self._windows.held = []
-        self._stack.enter_context(self.plan.applied(given["model"], inner_optimizer(given["optimizer"])))
+        self._stack.enter_context(self.plan.applied(given["model"], own_optimizer(given["optimizer"])))
 
     def _refuse_other_numbers(self, args: Any) -> None:
         steps, target = args.gradient_accumulation_steps, self.plan.target_batch

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from autoaccum.engines import own_optimizer
 from autoaccum.errors import InvalidRequestError
 from autoaccum.levers import Subject, applied
 from autoaccum.preserve import random_states_kept
@@ -86,7 +87,7 @@ def _identity(trainer: Any) -> str:
 def optimizer_of(trainer: Any) -> Optimizer | Callable[[list[nn.Parameter]], Optimizer]:
     """The trainer's optimizer where it has one, else a factory of what it would make, which leaves none behind."""
     if trainer.optimizer is not None:
-        own: Optimizer = inner_optimizer(trainer.optimizer)
+        own: Optimizer = own_optimizer(trainer.optimizer)
         return own
 
     def made(parameters: list[nn.Parameter]) -> Optimizer:
@@ -112,12 +113,6 @@ def _point_at(optimizer: Optimizer, given: dict[nn.Parameter, nn.Parameter]) -> 
     """A prediction runs a copy of the model: the same groups, of the copy's parameters."""
     for group in optimizer.param_groups:
         group["params"] = [given[parameter] for parameter in group["params"]]
-
-
-def inner_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside the one that Accelerate prepared."""
-    prepared = any(kind.__name__ == "AcceleratedOptimizer" for kind in type(optimizer).__mro__)
-    return optimizer.optimizer if prepared else optimizer
 
 
 @contextmanager
