@@ -24,7 +24,7 @@ def measure(target: str, name: str, rows: int) -> dict[str, object]:
 
     from autoaccum.prediction.allocator import replay
     from autoaccum.prediction.corrections import as_on
-    from autoaccum.prediction.gpus import gpu_for
+    from autoaccum.prediction.gpu_names import gpu_for
     from autoaccum.prediction.growth import growth_of
     from autoaccum.prediction.trace import fake_trace
     from autoaccum.targets import load_target

@@ -21,7 +21,8 @@ from autoaccum import InvalidRequestError, NothingFitsError, Plan, cli, predicti
 from autoaccum.errors import AutoaccumError
 from autoaccum.predicting import GpuTraces, interval_frac
 from autoaccum.prediction.allocator import replay
-from autoaccum.prediction.gpus import GPUS, Gpu, gpu_for
+from autoaccum.prediction.gpu_names import gpu_for
+from autoaccum.prediction.gpus import GPUS, Gpu
 from autoaccum.prediction.growth import NotAffineError
 from autoaccum.prediction.trace import KINDS
 from autoaccum.records import Levers, PlanRecord, Prediction
@@ -634,7 +635,7 @@ def test_seven_billion_parameters_fit_a_laptop(run_child: Any) -> None:
     seconds, resident, parameters, peak_bytes = run_child(
         """
         import resource, time
-        from autoaccum.prediction.gpus import gpu_for
+        from autoaccum.prediction.gpu_names import gpu_for
         from autoaccum.predicting import predict_workload
         from autoaccum.request import Request
         from autoaccum.targets import load_target

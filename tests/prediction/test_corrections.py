@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum.prediction.corrections import CORRECTIONS, as_on, kernel_choices
-from autoaccum.prediction.gpus import GPUS, gpu_for
+from autoaccum.prediction.gpu_names import gpu_for
+from autoaccum.prediction.gpus import GPUS
 from autoaccum.prediction.growth import growth_of
 from autoaccum.prediction.trace import Recorder, Trace, fake_trace, record_windows
 from autoaccum.targets.libraries import hf_workload
