@@ -22,11 +22,13 @@ from autoaccum.levers import Subject, space_for
 from autoaccum.prediction.allocator import Replay, replay
 from autoaccum.prediction.apart import ProcessDiedError, apart, can_run_apart
 from autoaccum.prediction.corrections import as_on, kernel_choices
+from autoaccum.prediction.fake_tensors import fake_trace, is_refusal, load_fake_tensors
 from autoaccum.prediction.forecast import in_blocks, reason_of
 from autoaccum.prediction.gpus import GPUS, Gpu
 from autoaccum.prediction.growth import Growth, NotAffineError, growth_of
+from autoaccum.prediction.recording import record_windows
 from autoaccum.prediction.timeline import timeline_of
-from autoaccum.prediction.trace import Trace, fake_trace, is_refusal, load_fake_tensors, record_windows
+from autoaccum.prediction.trace import Trace
 from autoaccum.preserve import Snapshot, preserved
 from autoaccum.probing import MICRO_BATCHES_PER_WINDOW, WINDOWS_PER_PROBE
 from autoaccum.records import Environment, Levers, LimitedBy, Outlook, PlanRecord, Prediction, Timeline

@@ -18,12 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from autoaccum.prediction.gpus import Gpu
-from autoaccum.prediction.trace import Recorder
+from autoaccum.prediction.recorder import Recorder
+from autoaccum.prediction.recording import Adjusted
 
 _aten = torch.ops.aten
-
-
-Adjusted = Callable[[Recorder, Optimizer], AbstractContextManager[None]]
 
 
 class Correction(NamedTuple):

@@ -18,16 +18,17 @@ from autoaccum.devices.base import AbstractDevice
 from autoaccum.prediction.allocator import replay
 from autoaccum.prediction.allocator_settings import MIN_BLOCK_BYTES, AllocatorSettings
 from autoaccum.prediction.apart import ProcessDiedError, apart, can_run_apart
-from autoaccum.prediction.corrections import Adjusted, as_on, on_host
+from autoaccum.prediction.corrections import as_on, on_host
+from autoaccum.prediction.fake_tensors import fake_trace, is_refusal, load_fake_tensors
 from autoaccum.prediction.gpus import Gpu
 from autoaccum.prediction.growth import Growth, NotAffineError, growth_of
-from autoaccum.prediction.trace import Trace, fake_trace, is_refusal, load_fake_tensors, record_windows
+from autoaccum.prediction.recording import AS_IT_IS, Adjusted, record_windows
+from autoaccum.prediction.trace import Trace
 from autoaccum.preserve import Snapshot, random_states_kept
 from autoaccum.records import Levers
 from autoaccum.window import training_modes
 from autoaccum.workload import Workload
 
-_AS_IT_IS = Levers()
 _PAGE_BYTES = 4096
 _MMAP_BYTES = 64 * 2**10  # from here on glibc maps pages of their own, as devices/cpu.py sets it
 _MALLOC_BYTES = 64 + 16  # alignment of c10/core/impl/alloc_cpu.cpp (gAlignment), and malloc's own header
@@ -125,7 +126,7 @@ def traced(
     multiple_of: int = 1,
     snapshot: Snapshot | None = None,
     budget_bytes: int | None = None,
-    levers: Levers = _AS_IT_IS,
+    levers: Levers = AS_IT_IS,
 ) -> Traced:
     """Trace a workload at a few small sizes, on fake tensors or else on real ones.
 

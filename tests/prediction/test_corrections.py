@@ -17,10 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum.prediction.corrections import CORRECTIONS, as_on, kernel_choices
+from autoaccum.prediction.fake_tensors import fake_trace
 from autoaccum.prediction.gpu_names import gpu_for
 from autoaccum.prediction.gpus import GPUS
 from autoaccum.prediction.growth import growth_of
-from autoaccum.prediction.trace import Recorder, Trace, fake_trace, record_windows
+from autoaccum.prediction.recorder import Recorder
+from autoaccum.prediction.recording import record_windows
+from autoaccum.prediction.trace import Trace
 from autoaccum.targets.libraries import hf_workload
 from autoaccum.workload import Workload
 
