@@ -93,12 +93,8 @@ def fake_trace(
 @contextmanager
 def _refusing_untold(adjusted: Adjusted | None, recorder: Recorder, optimizer: Optimizer) -> Iterator[None]:
     """What is adjusted, and besides a refusal of what fake tensors cannot tell."""
-    recorder.listeners.append(_refuse_untold)
-    try:
-        with nullcontext() if adjusted is None else adjusted(recorder, optimizer):
-            yield
-    finally:
-        recorder.listeners.remove(_refuse_untold)
+    with recorder.heard_by(_refuse_untold), nullcontext() if adjusted is None else adjusted(recorder, optimizer):
+        yield
 
 
 def _refuse_untold(operation: Any, args: Any, out: Any) -> None:

@@ -18,12 +18,13 @@ from autoaccum.devices.base import AbstractDevice
 from autoaccum.prediction.allocator import replay
 from autoaccum.prediction.allocator_settings import MIN_BLOCK_BYTES, AllocatorSettings
 from autoaccum.prediction.apart import ProcessDiedError, apart, can_run_apart
-from autoaccum.prediction.corrections import as_on, on_host
+from autoaccum.prediction.corrections import as_on
 from autoaccum.prediction.fake_tensors import fake_trace, is_refusal, load_fake_tensors
 from autoaccum.prediction.gpus import Gpu
 from autoaccum.prediction.growth import Growth, NotAffineError, growth_of
 from autoaccum.prediction.recording import AS_IT_IS, Adjusted, record_windows
 from autoaccum.prediction.trace import Trace
+from autoaccum.prediction.workspaces import on_host
 from autoaccum.preserve import Snapshot, random_states_kept
 from autoaccum.records import Levers
 from autoaccum.window import training_modes

@@ -94,6 +94,15 @@ class Recorder:
         if len(blocks) == 2 and None not in blocks and self._events[-1] == blocks[1] and first.shape == out.shape:
             self._sums[len(self._events) - 1] = int(blocks[0] or 0)
 
+    @contextmanager
+    def heard_by(self, listener: Listener) -> Iterator[None]:
+        """Tell this listener of every operation that runs inside, after it ran."""
+        self.listeners.append(listener)
+        try:
+            yield
+        finally:
+            self.listeners.remove(listener)
+
     def paused(self) -> AbstractContextManager[None]:
         """Follow nothing inside: what runs there runs on the host."""
         return self._tracker.paused()
