@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import autoaccum
 from autoaccum.prediction.trace import Trace
+from autoaccum.targets.libraries import hf_workload
 from autoaccum.workload import Workload
 
 BLOCK = 512
@@ -267,3 +269,27 @@ LESS_COMMON = (
     "embedding bag", "adamw amsgrad", "rmsprop", "adagrad", "own fused adamw with state", "nested", "float64", "sgd",
     "momentum", "own adagrad", "own fresh adamw", "adamw loop", "checkpointed, reentrant", "loss with two terms",
 )  # fmt: skip
+
+
+def small_transformer(kind: str) -> Workload:
+    """A model of the transformers library with one layer, for 12 tokens."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    small = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 64}
+    options: dict[str, dict[str, Any]] = {
+        "gpt2": {"n_layer": 1, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 16},
+        "bert": small,
+        "llama": {**small, "num_key_value_heads": 2},
+        "t5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 64},
+    }
+    return hf_workload(kind, {**options[kind], "seq_len": 12})
+
+
+class Doing(nn.Module):
+    """Does something with the output of a linear layer."""
+
+    def __init__(self, do: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.do = nn.Linear(16, 8), do
+
+    def forward(self, x: Tensor) -> Any:
+        return self.do(self.linear(x))

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -69,3 +70,24 @@ def trace_of(workload: Workload, gpu: str | None = AMPERE, rows: int = 2) -> Tra
 
 def held_as(trace: Trace, kind: str) -> list[int]:
     return [size for size, own in zip(trace.sizes, trace.kinds, strict=True) if own == kind]
+
+
+BOOL_MASK = torch.ones(6, 6, dtype=torch.bool).tril()
+
+
+def attending(
+    dtype: torch.dtype = torch.float32,
+    width: int = 16,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    causal: bool = False,
+    dimensions: int = 4,
+) -> Workload:
+    """Attention over six positions."""
+
+    def do(x: Tensor) -> Tensor:
+        q = x.unsqueeze(1) if dimensions == 4 else x
+        given = None if mask is None else mask if mask.dtype == torch.bool else mask.to(dtype)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=given, dropout_p=dropout, is_causal=causal).mean()
+
+    return Workload(Doing(do, width).to(dtype), torch.randn(4, 6, width).to(dtype))

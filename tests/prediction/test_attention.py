@@ -19,25 +19,7 @@ from autoaccum.prediction.recorder import Recorder
 from autoaccum.prediction.recording import record_windows
 from autoaccum.workload import Workload
 
-from .on_gpus import AMD, AMPERE, HOPPER, TURING, Doing, Ran, held_as, names, operations, trace_of
-
-
-def attending(
-    dtype: torch.dtype = torch.float32,
-    width: int = 16,
-    mask: Tensor | None = None,
-    dropout: float = 0.0,
-    causal: bool = False,
-    dimensions: int = 4,
-) -> Workload:
-    """Attention over six positions."""
-
-    def do(x: Tensor) -> Tensor:
-        q = x.unsqueeze(1) if dimensions == 4 else x
-        given = None if mask is None else mask if mask.dtype == torch.bool else mask.to(dtype)
-        return F.scaled_dot_product_attention(q, q, q, attn_mask=given, dropout_p=dropout, is_causal=causal).mean()
-
-    return Workload(Doing(do, width).to(dtype), torch.randn(4, 6, width).to(dtype))
+from .on_gpus import AMD, AMPERE, BOOL_MASK, HOPPER, TURING, Doing, Ran, attending, held_as, names, operations, trace_of
 
 
 def kernels(ran: list[Ran]) -> set[str]:
@@ -47,7 +29,6 @@ def kernels(ran: list[Ran]) -> set[str]:
     return fused or ({"math"} if "aten._safe_softmax.default" in names(ran) else set())
 
 
-BOOL_MASK = torch.ones(6, 6, dtype=torch.bool).tril()
 BIAS = torch.zeros(6, 6)
 
 

@@ -21,11 +21,10 @@ from autoaccum.prediction.gpu_names import gpu_for
 from autoaccum.prediction.gpus import GPUS
 from autoaccum.prediction.growth import growth_of
 from autoaccum.prediction.recorder import Recorder
-from autoaccum.targets.libraries import hf_workload
 from autoaccum.workload import Workload
 
-from .on_gpus import AMD, AMPERE, HOPPER, TURING, Doing, held_as, names, operations, trace_of
-from .test_attention import BOOL_MASK, attending
+from .cases import small_transformer
+from .on_gpus import AMD, AMPERE, BOOL_MASK, HOPPER, TURING, Doing, attending, held_as, names, operations, trace_of
 
 # -- dropout
 
@@ -193,21 +192,9 @@ def convolutional() -> Workload:
     return Workload(model, (torch.randn(4, 3, 8, 8), torch.randint(5, (4,))), loss_fn=F.cross_entropy)
 
 
-def language(kind: str) -> Workload:
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    small = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 64}
-    options: dict[str, dict[str, Any]] = {
-        "gpt2": {"n_layer": 1, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 16},
-        "bert": small,
-        "llama": {**small, "num_key_value_heads": 2},
-        "t5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 64},
-    }
-    return hf_workload(kind, {**options[kind], "seq_len": 12})
-
-
 TOGETHER: dict[str, Callable[[], Workload]] = {
     "convolutional": convolutional,
-    **{kind: lambda kind=kind: language(kind) for kind in ("gpt2", "bert", "llama", "t5")},  # type: ignore[misc]
+    **{kind: lambda kind=kind: small_transformer(kind) for kind in ("gpt2", "bert", "llama", "t5")},  # type: ignore[misc]
 }
 
 

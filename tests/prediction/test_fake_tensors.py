@@ -18,8 +18,7 @@ from autoaccum.prediction import recording
 from autoaccum.prediction.fake_tensors import fake_trace, self_test
 from autoaccum.workload import Workload
 
-from .cases import Attention, Case, Language, classified, ids, live_bytes, measured, mlp, pairs
-from .test_refusals import Doing
+from .cases import Attention, Case, Doing, Language, classified, ids, live_bytes, measured, mlp, pairs
 from .trained import Trained, generators, same, state_of
 
 

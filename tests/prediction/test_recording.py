@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from autoaccum.prediction.recording import record_windows
 from autoaccum.prediction.trace import KINDS, Trace
 from autoaccum.preserve import preserved
 from autoaccum.probing import older_objects_set_aside
-from autoaccum.targets.libraries import hf_workload
 
 from .cases import (
     BLOCK,
@@ -32,6 +30,7 @@ from .cases import (
     measured,
     mlp,
     pairs,
+    small_transformer,
 )
 
 
@@ -49,16 +48,7 @@ def test_peak_of_a_transformers_model(kind: str) -> None:
 
 
 def from_transformers(kind: str) -> Case:
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    small = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 64}
-    options: dict[str, dict[str, Any]] = {
-        "gpt2": {"n_layer": 1, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 16},
-        "bert": small,
-        "llama": {**small, "num_key_value_heads": 2},
-        "t5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 64},
-    }
-    workload = hf_workload(kind, {**options[kind], "seq_len": 12})
-    return Case(workload.model, ids(64))
+    return Case(small_transformer(kind).model, ids(64))
 
 
 @pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow), 17])

@@ -24,19 +24,8 @@ from autoaccum.preserve import preserved
 from autoaccum.probing import older_objects_set_aside
 from autoaccum.workload import Workload
 
-from .cases import Case, Recurrent, measured, optimized
+from .cases import Case, Doing, Recurrent, measured, optimized
 from .trained import Trained, generators, same, state_of
-
-
-class Doing(nn.Module):
-    """Does something with the output of a linear layer."""
-
-    def __init__(self, do: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.linear, self.do = nn.Linear(16, 8), do
-
-    def forward(self, x: Tensor) -> Any:
-        return self.do(self.linear(x))
 
 
 class InNumpy(torch.autograd.Function):
