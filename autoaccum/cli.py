@@ -14,7 +14,9 @@ from typing import Any
 
 import click
 
-from autoaccum.comparing import compare, comparison_markdown, parse_max_regression, read_run
+from autoaccum.comparing.compare import compare
+from autoaccum.comparing.markdown import comparison_markdown
+from autoaccum.comparing.reading import parse_max_regression, read_run
 from autoaccum.errors import AutoaccumError, NothingFitsError
 from autoaccum.records import PlanRecord, ProbeResult, to_json
 from autoaccum.report.files import write_whole

@@ -24,7 +24,8 @@ from autoaccum.losses import LossFn, TrainingStep
 from autoaccum.meeting import telling
 from autoaccum.plan import Plan
 from autoaccum.predicting import predict_workload
-from autoaccum.prediction.gpus import GPUS, Gpu, gpu_for
+from autoaccum.prediction.gpu_names import gpu_for
+from autoaccum.prediction.gpus import GPUS, Gpu
 from autoaccum.proportional import proportional_plan
 from autoaccum.reaching import probed
 from autoaccum.records import ProbeResult, Trial

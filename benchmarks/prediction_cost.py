@@ -24,9 +24,9 @@ def measure(target: str, name: str, rows: int) -> dict[str, object]:
 
     from autoaccum.prediction.allocator import replay
     from autoaccum.prediction.corrections import as_on
-    from autoaccum.prediction.gpus import gpu_for
+    from autoaccum.prediction.fake_tensors import fake_trace
+    from autoaccum.prediction.gpu_names import gpu_for
     from autoaccum.prediction.growth import growth_of
-    from autoaccum.prediction.trace import fake_trace
     from autoaccum.targets import load_target
 
     begun = time.perf_counter()

@@ -23,7 +23,7 @@ import pytest
 
 import autoaccum
 from autoaccum import Plan, ProbeResult, cli
-from autoaccum.comparing import Comparison
+from autoaccum.comparing.records import Comparison
 from autoaccum.records import CheckResult, Environment, PlanRecord, from_json, to_json
 from autoaccum.worker import child
 from autoaccum.worker.parent import WorkerError

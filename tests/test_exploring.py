@@ -21,7 +21,6 @@ import autoaccum
 from autoaccum import NothingFitsError, Plan
 from autoaccum.exploring import Exploration
 from autoaccum.foreseeing import AS_IT_IS
-from autoaccum.prediction.forecast import Traced, traced
 from autoaccum.records import Candidate, Fit, Levers, OutOfMemory, Trial
 from autoaccum.request import Request
 from autoaccum.schedule import ladder, split_rows, steps_for
@@ -30,22 +29,11 @@ from autoaccum.tradeoffs.points import Point, point_of, with_blocks
 from autoaccum.tune import tune_workload
 from autoaccum.workload import Workload
 
+from .searches import TICK_S, Clock, mean_of, sgd, traced_once
+
 FULL = Levers(checkpointing="full")
 CHECKPOINTING = {"checkpointing": ["full"]}
 FOREACH = {"optimizer_impl": ["foreach"]}  # a lever that is nearly always there, for models without blocks
-TICK_S = 1 / 1024  # sums of it are exact
-
-
-class Clock:
-    """Stands still but where a model says how long it takes."""
-
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 clock = Clock()
@@ -115,19 +103,6 @@ def tiles(rows: int, *, tile: int = 8, each: float = 4 * TICK_S, overhead: float
     return each * ceil(rows / tile) + overhead
 
 
-_TRACED: dict[Any, Traced] = {}
-
-
-def traced_once(workload: Workload, device: Any, **more: Any) -> Traced:
-    """What is traced depends on neither budgets nor targets nor times, so that all tests here share it."""
-    shapes = tuple(tuple(parameter.shape) for parameter in workload.module.parameters())
-    key = (type(workload.module).__qualname__, shapes, workload.optimizer_name, workload.source.description)
-    key = (*key, workload.source.length, more["levers"], more["multiple_of"])
-    if key not in _TRACED:
-        _TRACED[key] = traced(workload, device, **more)
-    return _TRACED[key]
-
-
 @pytest.fixture(autouse=True)
 def by_formula(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step times are what the models say, and each is traced once."""
@@ -139,14 +114,6 @@ def by_formula(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def real_clock() -> None:
     """Step times are measured."""
-
-
-def mean_of(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).mean()
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def tune(model: nn.Module, target: int, device: str = "virtual:64MiB", **changes: Any) -> Plan:

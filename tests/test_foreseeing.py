@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from autoaccum.exploring import Exploration
 from autoaccum.foreseeing import AS_IT_IS, Foresight
-from autoaccum.prediction.forecast import Traced, traced
 from autoaccum.records import Candidate, Fit, Levers, Outcome, OutOfMemory, Refused, Trial
 from autoaccum.request import Request
 from autoaccum.session import Search
 from autoaccum.tradeoffs.points import Point, with_blocks
 from autoaccum.workload import Workload
+
+from .searches import mean_of, sgd, traced_once
 
 FULL, SELECTIVE = Levers(checkpointing="full"), Levers(checkpointing="selective")
 FOREACH = Levers(optimizer_impl="foreach")
@@ -57,33 +58,12 @@ class Refusing(Net):
         return super().forward(x)
 
 
-_TRACED: dict[Any, Traced] = {}
-
-
-def traced_once(workload: Workload, device: Any, **more: Any) -> Traced:
-    """What is traced depends on neither budgets nor targets nor times, so that all tests here share it."""
-    shapes = tuple(tuple(parameter.shape) for parameter in workload.module.parameters())
-    key = (type(workload.module).__qualname__, shapes, workload.optimizer_name, workload.source.description)
-    key = (*key, workload.source.length, more["levers"], more["multiple_of"])
-    if key not in _TRACED:
-        _TRACED[key] = traced(workload, device, **more)
-    return _TRACED[key]
-
-
 @pytest.fixture(autouse=True, scope="module")
 def shared_traces() -> Iterator[None]:
     """Each model is traced once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("autoaccum.session.forecasts.traced", traced_once)
         yield
-
-
-def mean_of(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).mean()
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def search_of(

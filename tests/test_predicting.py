@@ -1,11 +1,8 @@
-"""predict and its command: a plan for GPUs that are not here, and what it says when there is none."""
+"""predict: a plan for GPUs that are not here, and what it says when there is none."""
 
 from __future__ import annotations
 
-import json
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,73 +10,23 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 from torch.utils.flop_counter import FlopCounterMode
 
 import autoaccum
-from autoaccum import InvalidRequestError, NothingFitsError, Plan, cli, predicting
-from autoaccum.errors import AutoaccumError
-from autoaccum.predicting import GpuTraces, interval_frac
+from autoaccum import InvalidRequestError, NothingFitsError, Plan, predicting
+from autoaccum.predicting import interval_frac
+from autoaccum.prediction import gpu_traces
 from autoaccum.prediction.allocator import replay
-from autoaccum.prediction.gpus import GPUS, Gpu, gpu_for
-from autoaccum.prediction.growth import NotAffineError
+from autoaccum.prediction.gpu_names import gpu_for
+from autoaccum.prediction.gpu_traces import GpuTraces
+from autoaccum.prediction.gpus import GPUS, Gpu
 from autoaccum.prediction.trace import KINDS
-from autoaccum.records import Levers, PlanRecord, Prediction
+from autoaccum.records import Levers
 from autoaccum.tune import gpus_for
 from autoaccum.workload import Workload
 
-MIB, GIB = 2**20, 2**30
-SMALL, MIDDLE, LARGE = "RTX 3060 12GB", "RTX 4090 24GB", "A100 80GB"
-
-
-def heavy(width: int = 4096, depth: int = 3, hidden: int = 8) -> nn.Module:
-    """A model without values; each row keeps `depth` wide activations."""
-    layers: list[nn.Module] = [nn.Linear(hidden, width), nn.Tanh()]
-    for _ in range(depth - 1):
-        layers += [nn.Linear(width, width), nn.Tanh()]
-    with torch.device("meta"):
-        return nn.Sequential(*layers, nn.Linear(width, hidden)).to("meta")
-
-
-def predict(
-    target: int = 10_000_000, gpu: Any = SMALL, model: nn.Module | None = None, sample: Any = None, **more: Any
-) -> Plan:
-    """A plan for a model of 34 million parameters, of which 12 GiB hold some hundred thousand rows."""
-    with traced_once() if model is sample is None and not more.keys() & STEP else nullcontext():
-        given = meta_model() if model is None else model
-        return autoaccum.predict(given, torch.randn(4, 8) if sample is None else sample, target, gpu=gpu, **more)
-
-
-STEP = {"loss_fn", "training_step", "optimizer", "weight", "batch_dim", "split"}
-
-_TRACED: dict[object, Any] = {}
-
-
-@contextmanager
-def traced_once(target: str = "") -> Iterator[None]:
-    """The training step of this target is traced for each GPU once, for all tests."""
-    true = predicting._isolated
-
-    def isolated(attempt: Any) -> Any:
-        traces, (gpu,) = attempt.func.__self__, attempt.args
-        key = (target, repr(gpu), traces._multiple_of, traces._levers)
-        if key not in _TRACED:
-            _TRACED[key] = true(attempt)
-        return _TRACED[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(predicting, "_isolated", isolated)
-        yield
-
-
-def meta_model() -> nn.Module:
-    with torch.device("meta"):
-        return nn.Sequential(nn.Linear(8, 4096), nn.Tanh(), nn.Linear(4096, 4096), nn.Tanh(), nn.Linear(4096, 8))
-
-
-def foreseen(plan: Plan) -> Prediction:
-    assert plan.prediction is not None
-    return plan.prediction
+from .predictions import GIB, LARGE, MIDDLE, SMALL, TURING, foreseen, meta_model, predict
 
 
 @pytest.fixture(scope="module")
@@ -227,59 +174,6 @@ def test_sample_may_be_a_data_set() -> None:
     assert (max(found.micro_batch_sizes), found.limited_by, sum(found.micro_batch_sizes)) == (50, "data", 200)
 
 
-# -- bounds
-
-
-def test_multiple_of_holds() -> None:
-    """Every micro-batch but the last is a multiple, and so is the limit."""
-    found = predict(multiple_of=64)
-    assert all(size % 64 == 0 for size in found.micro_batch_sizes[:-1]) and found.max_micro_batch % 64 == 0
-    assert sum(found.micro_batch_sizes) == 10_000_000
-
-
-def test_equal_micro_batches_are_equal() -> None:
-    """One size for all micro-batches divides the target, and fits."""
-    found = predict(100_000, equal_micro_batches=True, budget="1GiB")
-    assert len(set(found.micro_batch_sizes)) == 1 and found.accumulation_steps > 1
-    assert found.predicted_peak_bytes is not None and found.predicted_peak_bytes <= found.budget_bytes
-
-
-def test_equal_micro_batches_take_few_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One size for all is found without replaying every size below the limit."""
-    sizes: list[int] = []
-    true = predicting.replay
-    monkeypatch.setattr(predicting, "replay", lambda *args, **more: (sizes.append(1), true(*args, **more))[1])
-    predict(100_000, equal_micro_batches=True, budget="1GiB")
-    assert len(sizes) <= 40
-
-
-def test_callers_bound_holds() -> None:
-    """No micro-batch is above the caller's bound, which the plan names as the limit."""
-    found = predict(max_micro_batch=1000)
-    assert (found.micro_batch, found.max_micro_batch, found.limited_by) == (1000, 1000, "caller")
-
-
-def test_world_size_divides_the_target() -> None:
-    """Over eight ranks each takes its share, and the plan's schedules sum to the target."""
-    found = predict(10_000_001, world_size=8)
-    assert (found.world_size, found.rank, sum(found.micro_batch_sizes)) == (8, 0, 1_250_001)
-    assert sum(sum(found.schedule(rank)) for rank in range(8)) == 10_000_001
-
-
-def test_budget_is_held() -> None:
-    """With a budget the peak, context included, stays inside it."""
-    half, whole = predict(budget="50%"), predict()
-    assert half.budget_bytes == gpu_for(SMALL).total_bytes // 2
-    assert half.predicted_peak_bytes is not None and half.predicted_peak_bytes <= half.budget_bytes
-    assert half.max_micro_batch < whole.max_micro_batch
-
-
-def test_more_memory_is_never_less_rows() -> None:
-    """A larger budget does not lower the micro-batch."""
-    found = [predict(budget=f"{gib}GiB").max_micro_batch for gib in (2, 5, 11)]
-    assert found == sorted(found) and found[0] < found[-1]
-
-
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -310,7 +204,7 @@ def test_bad_calls_are_refused_before_anything_is_traced(
     def trap(*args: object, **kwargs: object) -> None:
         raise AssertionError("traced")
 
-    monkeypatch.setattr(predicting, "fake_trace", trap)
+    monkeypatch.setattr(gpu_traces, "fake_trace", trap)
     with pytest.raises(InvalidRequestError, match=said):
         predict(**more)
 
@@ -397,19 +291,6 @@ def test_outlooks_are_what_each_gpu_alone_is_told() -> None:
     for row in together:
         alone = predict(10**9, gpu=row.gpu, model=model)
         assert (row.micro_batch, row.peak_bytes) == (alone.micro_batch, alone.predicted_peak_bytes)
-
-
-TURING = "T4 16GB"
-
-
-def test_gpus_share_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For all GPUs together a model is traced a few times, not once for each."""
-    count = []
-    true = predicting.fake_trace
-    monkeypatch.setattr(predicting, "can_run_apart", lambda: False)  # to see the calls
-    monkeypatch.setattr(predicting, "fake_trace", lambda *args, **more: (count.append(1), true(*args, **more))[1])
-    predict(64, gpu="all", model=nn.Linear(8, 8))
-    assert 2 <= len(count) <= 10
 
 
 def test_one_gpu_has_no_table(plan: Plan) -> None:
@@ -513,300 +394,6 @@ def test_nothing_is_drawn_when_nothing_fits(tmp_path: Path) -> None:
     with pytest.raises(NothingFitsError):
         predict(budget="200MiB", picture=tmp_path / "step.svg")
     assert list(tmp_path.iterdir()) == []
-
-
-# -- nothing is left behind, and what cannot be traced
-
-
-@pytest.mark.parametrize("reads", [False, True], ids=["fake", "real"])
-def test_predicting_leaves_nothing(reads: bool) -> None:
-    """Parameters, buffers, gradients, optimizer state and generators are as they were, on fake tensors and on real ones."""
-
-    def step(model: nn.Module, batch: Tensor) -> Tensor:
-        random.random(), np.random.rand()
-        loss = model(batch).square().mean()
-        return loss * float(loss.detach() > -1) if reads else loss
-
-    def state() -> list[Tensor]:
-        kept = [value for entry in optimizer.state.values() for value in entry.values()]
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        return [tensor.clone() for tensor in (*model.state_dict().values(), *kept, *gradients, torch.get_rng_state())]
-
-    def others() -> tuple[Any, ...]:
-        return random.getstate(), np.random.get_state()[1].tolist(), [module.training for module in model.modules()]
-
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 4))
-    optimizer = AdamW(model.parameters())
-    model(torch.randn(4, 8)).mean().backward()
-    optimizer.step()
-    sample = torch.randn(4, 8)
-    tensors, rest = state(), others()
-    found = foreseen(predict(64, model=model, sample=sample, training_step=step, optimizer=optimizer))
-    assert any("real tensors" in text for text in found.not_modelled) is reads
-    assert [index for index, pair in enumerate(zip(tensors, state(), strict=True)) if not torch.equal(*pair)] == []
-    assert others() == rest
-
-
-def test_step_that_reaches_for_the_model_leaves_nothing() -> None:
-    """A training step that runs the real model by its name changes no batch statistics of it."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    predict(64, model=model, training_step=lambda _, batch: model(batch).mean())
-    assert [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])] == []
-
-
-class Reading(nn.Module):
-    """Reads a value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        return x * x.detach().abs().max().item()
-
-
-def test_model_that_fake_tensors_refuse_is_traced_on_real_ones() -> None:
-    """A model that reads a value is predicted from real passes at small sizes, which the plan says with the operation."""
-    plan = predict(64, model=Reading())
-    assert any("aten._local_scalar_dense" in text for text in plan.warnings)
-    assert any("real tensors" in text for text in foreseen(plan).not_modelled)
-
-
-def test_meta_model_that_fake_tensors_refuse() -> None:
-    """Without values it cannot be traced at all: the operation and the remedy are named."""
-    with torch.device("meta"):
-        model = Reading()
-    with pytest.raises(InvalidRequestError, match=r"aten\._local_scalar_dense.+on the cpu and hold values"):
-        predict(64, model=model)
-
-
-def test_too_large_a_model_is_not_traced_on_real_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where host memory cannot hold a real step, the model is refused with what it would take."""
-
-    class Free:
-        available = 1000
-
-    monkeypatch.setattr(predicting.psutil, "virtual_memory", Free)
-    with pytest.raises(InvalidRequestError, match=r"of host memory, of which 1000 B|of host memory, of which .+ are free"):
-        predict(64, model=Reading())
-
-
-def test_loop_over_rows_is_refused() -> None:
-    """A model whose allocations a few traces do not tell is refused, as an error of autoaccum's own."""
-
-    class Rowwise(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.stack([super(Rowwise, self).forward(row).square().mean() for row in x]).mean()
-
-    with pytest.raises((NotAffineError, InvalidRequestError), match="rows"):
-        predict(64, model=Rowwise(8, 8))
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_users_error_comes_out(device: str) -> None:
-    """What the user's code raises comes out unchanged."""
-    error = LookupError("no such column")
-
-    def step(model: nn.Module, batch: Tensor) -> Tensor:
-        raise error
-
-    with pytest.raises(LookupError) as caught:
-        predict(64, model=nn.Linear(8, 8, device=device), training_step=step)
-    assert caught.value is error
-
-
-def test_meta_model_is_refused_where_it_would_run() -> None:
-    """Autotune and probe refuse a model without values, and say what takes it."""
-    for call in (
-        lambda: autoaccum.autotune(meta_model(), torch.randn(4, 8), 64, levers="none"),
-        lambda: autoaccum.probe(meta_model(), torch.randn(4, 8)),
-    ):
-        with pytest.raises(InvalidRequestError, match=r"meta device and holds no values.+only predict"):
-            call()
-
-
-@pytest.mark.slow
-def test_seven_billion_parameters_fit_a_laptop(run_child: Any) -> None:
-    """A language model of seven billion parameters is predicted in under a minute and 2 GiB of resident memory."""
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    seconds, resident, parameters, peak_bytes = run_child(
-        """
-        import resource, time
-        from autoaccum.prediction.gpus import gpu_for
-        from autoaccum.predicting import predict_workload
-        from autoaccum.request import Request
-        from autoaccum.targets import load_target
-        begun = time.monotonic()
-        options = "hidden_size=4096&num_hidden_layers=32&num_attention_heads=32&intermediate_size=11008&vocab_size=32000"
-        workload = load_target(f"hf:llama?{options}&seq_len=512", without_values=True)
-        plan = predict_workload(workload, Request(target_batch=8), [gpu_for("H200")])
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        answer([time.monotonic() - begun, peak, plan.memory.trainable_parameters, plan.predicted_peak_bytes])
-        """
-    )
-    assert parameters > 6.5e9 and seconds < 60 and resident < 2 * GIB
-    assert 16 * parameters < peak_bytes <= gpu_for("H200").total_bytes
-
-
-# -- the command
-
-
-def run(*arguments: str) -> int:
-    """Run the command line in this process, to its exit code."""
-    with traced_once(GPT) if arguments[0] == GPT else nullcontext(), pytest.raises(SystemExit) as ended:
-        cli.main(["predict", *arguments])
-    return int(ended.value.code or 0)
-
-
-GPT = "demo:gpt?layers=1&width=64&vocabulary=128&seq_len=16"
-
-
-def test_command_shows_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    """The command ends with 0 and shows the plan and its prediction."""
-    assert run(GPT, "--target-batch", "64", "--gpu", SMALL) == 0
-    shown = capsys.readouterr().out
-    assert "predicted" in shown and SMALL in shown and "64 samples" in shown
-
-
-def test_command_writes_json_to_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """With --json - standard output is the plan, and nothing else."""
-    assert run(GPT, "--target-batch", "64", "--gpu", SMALL, "--json", "-") == 0
-    found = Plan.from_json(capsys.readouterr().out)
-    assert (found.evidence, found.target_batch, foreseen(found).gpu) == ("predicted", 64, SMALL)
-
-
-def test_command_writes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Plan, report and picture go to the files that are named."""
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    files = [tmp_path / name for name in ("plan.json", "plan.md", "step.svg")]
-    options = [part for pair in zip(("--json", "--markdown", "--picture"), map(str, files), strict=True) for part in pair]
-    assert run(GPT, "--target-batch", "64", "--gpu", SMALL, *options) == 0
-    assert files[1].read_text() == Plan.load(files[0]).to_markdown()
-    assert files[2].read_bytes().startswith(b"<?xml")
-
-
-def test_command_takes_several_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    """--gpu may be given several times: the table has a row for each."""
-    assert run(GPT, "--target-batch", "64", "--gpu", LARGE, "--gpu", SMALL, "--json", "-") == 0
-    rows = json.loads(capsys.readouterr().out)["prediction"]["outlooks"]
-    assert [row["gpu"] for row in rows] == [SMALL, LARGE]
-
-
-@pytest.mark.slow
-def test_command_takes_all_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    """--gpu all shows every listed GPU."""
-    assert run(GPT, "--target-batch", "64", "--gpu", "all") == 0
-    shown = capsys.readouterr().out
-    assert [gpu.name for gpu in GPUS if gpu.name not in shown] == []
-
-
-def test_command_passes_every_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each option arrives under the name of its keyword."""
-    seen: list[Any] = []
-
-    def answer(*given: Any) -> str:
-        seen.extend(given)
-        return "stopped"
-
-    monkeypatch.setattr("autoaccum.worker.child.predicted_target", answer)
-    options = "--target-batch 9 --budget 80% --max-micro-batch 4 --multiple-of 2 --world-size 2 --levers none"
-    run("demo:gpt", "--gpu", "24GiB", *options.split(), "--equal-micro-batches", "--picture", "p.svg")
-    numbers = {
-        "target_batch": 9,
-        "budget": "80%",
-        "levers": "none",
-        "max_micro_batch": 4,
-        "multiple_of": 2,
-        "equal_micro_batches": True,
-    }
-    assert seen == ["demo:gpt", ("24GiB",), numbers, 2, "p.svg"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        ([GPT, "--target-batch", "64", "--gpu", "1GiB", "--budget", "300MiB"], 1, "is predicted to need"),
-        ([GPT, "--target-batch", "64", "--gpu", "RTX 3600"], 2, "nearest are"),
-        ([GPT, "--target-batch", "64", "--gpu", "RTX 3080"], 2, "several memory sizes"),
-        ([GPT, "--target-batch", "64", "--gpu", SMALL, "--budget", "20GiB"], 2, "larger than the"),
-        ([GPT, "--target-batch", "64", "--gpu", SMALL, "--picture", "step.gif"], 2, ".svg or .png"),
-        ([GPT, "--target-batch", "64", "--gpu", SMALL, "--json", "nowhere/plan.json"], 2, "does not exist"),
-        ([GPT, "--target-batch", "1", "--gpu", SMALL, "--world-size", "2"], 2, "world_size=2"),
-        (["demo:gtp", "--target-batch", "64", "--gpu", SMALL], 2, "gtp"),
-        ([GPT, "--gpu", SMALL], 2, "--target-batch"),
-        ([GPT, "--target-batch", "64"], 2, "--gpu"),
-    ],
-    ids=lambda value: None if isinstance(value, list) else str(value),
-)
-def test_command_that_cannot_answer(arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What does not fit ends with 1, what is wrong with 2; the reason is on stderr alone."""
-    assert run(*arguments) == code
-    shown = capsys.readouterr()
-    assert said in shown.err and shown.out == ""
-
-
-TARGETS = """
-import torch
-from torch import nn
-
-
-def failing():
-    return Failing(), torch.randn(4, 8)
-
-
-class Failing(nn.Linear):
-    def __init__(self):
-        super().__init__(8, 8)
-
-    def forward(self, x):
-        print("printed by forward")
-        raise LookupError("the table is damaged")
-
-
-def meta():
-    with torch.device("meta"):
-        return nn.Linear(8, 8), torch.randn(4, 8, device="cpu")
-"""
-
-
-@pytest.fixture
-def targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's file with targets."""
-    path = tmp_path / "targets.py"
-    path.write_text(TARGETS)
-    monkeypatch.chdir(tmp_path)
-    return path
-
-
-def test_command_shows_the_users_error(targets: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An error in the user's code ends with 2, shown as the user's traceback; what the code prints is not the answer."""
-    assert run(f"{targets}:failing", "--target-batch", "64", "--gpu", SMALL, "--json", "-") == 2
-    shown = capsys.readouterr()
-    assert "the table is damaged" in shown.err and "printed by forward" in shown.err and shown.out == ""
-
-
-def test_command_takes_a_meta_model_and_check_does_not(targets: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A target on the meta device can be predicted; to check it, it needs values, which is said."""
-    assert run(f"{targets}:meta", "--target-batch", "64", "--gpu", SMALL) == 0
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["check", f"{targets}:meta"])
-    assert ended.value.code == 2
-    assert "meta device and holds no values" in capsys.readouterr().err
-
-
-def test_target_is_built_without_values(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A built-in target takes no memory for its weights: it is on the meta device when it is predicted."""
-    seen: list[Workload] = []
-
-    def look(workload: Workload, *args: Any, **more: Any) -> PlanRecord:
-        seen.append(workload)
-        raise AutoaccumError("seen")
-
-    monkeypatch.setattr("autoaccum.worker.child.predict_workload", look)
-    assert run("demo:gpt", "--target-batch", "64", "--gpu", SMALL) == 2
-    assert {parameter.device.type for parameter in seen[0].module.parameters()} == {"meta"}
 
 
 def test_autocast_in_a_step_is_predicted() -> None:

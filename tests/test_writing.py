@@ -13,24 +13,9 @@ from torch import Tensor, nn
 import autoaccum
 from autoaccum import Plan
 from autoaccum.foreseeing import AS_IT_IS
-from autoaccum.prediction.forecast import Traced, traced
 from autoaccum.records import Fit, Levers, Setting
-from autoaccum.workload import Workload
 
-TICK_S = 1 / 1024  # sums of it are exact
-
-
-class Clock:
-    """Stands still but where a model says how long it takes."""
-
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def monotonic(self) -> float:
-        return self.now
-
+from .searches import TICK_S, Clock, mean_of, sgd, traced_once
 
 clock = Clock()
 
@@ -79,32 +64,11 @@ class Tiled(nn.Module):
         return out
 
 
-_TRACED: dict[Any, Traced] = {}
-
-
-def traced_once(workload: Workload, device: Any, **more: Any) -> Traced:
-    """What is traced depends on neither budgets nor targets nor times, so that all tests here share it."""
-    shapes = tuple(tuple(parameter.shape) for parameter in workload.module.parameters())
-    key = (type(workload.module).__qualname__, shapes, workload.optimizer_name, workload.source.description)
-    key = (*key, workload.source.length, more["levers"], more["multiple_of"])
-    if key not in _TRACED:
-        _TRACED[key] = traced(workload, device, **more)
-    return _TRACED[key]
-
-
 @pytest.fixture(autouse=True)
 def by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     """Step times are what the models say, and each is traced once."""
     monkeypatch.setattr("autoaccum.probing.time", clock)
     monkeypatch.setattr("autoaccum.session.forecasts.traced", traced_once)
-
-
-def mean_of(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).mean()
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def tune(model: nn.Module, target: int, device: str = "virtual:64MiB", **changes: Any) -> Plan:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -14,7 +15,8 @@ from torch.optim import Optimizer
 from autoaccum.batches.slicing import Slicer
 from autoaccum.batches.weights import Weigher
 from autoaccum.catching import Failure, attempted
-from autoaccum.checking.examination import Examination, Subject
+from autoaccum.checking.examination import Examination
+from autoaccum.checking.passes import Subject
 from autoaccum.devices import device_for
 from autoaccum.devices.base import AbstractDevice, Verdict
 from autoaccum.errors import AutoaccumError, InvalidRequestError
@@ -99,8 +101,7 @@ def check_workload(workload: Workload, rows: int, device: object = None) -> Chec
 
 
 def _with_notes(result: CheckResult, notes: tuple[str, ...]) -> CheckResult:
-    fields = {name: getattr(result, name) for name in CheckResult.__struct_fields__}
-    return CheckResult(**{**fields, "notes": (*result.notes, *notes)})
+    return msgspec.structs.replace(result, notes=(*result.notes, *notes))
 
 
 def _examined(subject: Subject, rows: int, snapshot: Snapshot) -> CheckResult | Failure:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autoaccum.batches.structure import move
-from autoaccum.devices.base import AbstractDevice, ErrorRow, Holder, Verdict, Watch
+from autoaccum.devices.base import AbstractDevice, ErrorRow, Holder, Verdict, Watch, gpu_reserve_bytes
 
 
 @final
@@ -34,7 +34,7 @@ class XpuDevice(AbstractDevice):
         return int(torch.xpu.mem_get_info(self.torch_device)[0])
 
     def reserve_bytes(self) -> int:
-        return max(self.total_bytes() // 50, 256 * 2**20)  # a margin for fragmentation, and for a display
+        return gpu_reserve_bytes(self.total_bytes())
 
     def held_bytes(self, resident: Sequence[Tensor]) -> int:
         return int(torch.xpu.memory_reserved(self.torch_device))
@@ -93,7 +93,7 @@ class MpsDevice(AbstractDevice):
         return max(0, self.total_bytes() - int(torch.mps.driver_allocated_memory()))
 
     def reserve_bytes(self) -> int:
-        return max(self.total_bytes() // 50, 256 * 2**20)  # a margin for fragmentation, and for a display
+        return gpu_reserve_bytes(self.total_bytes())
 
     def held_bytes(self, resident: Sequence[Tensor]) -> int:
         return int(torch.mps.driver_allocated_memory())

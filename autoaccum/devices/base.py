@@ -146,6 +146,11 @@ class Steadiness:
         return None
 
 
+def gpu_reserve_bytes(total_bytes: int) -> int:
+    """What a budget chosen by autoaccum leaves free on a GPU: a margin for fragmentation, and for a display."""
+    return max(total_bytes // 50, 256 * 2**20)
+
+
 # Errors that no single device owns.
 COMMON_ROWS = (
     ErrorRow(Verdict.TOO_LARGE, torch.OutOfMemoryError, (), "torch.OutOfMemoryError, raised by every torch allocator"),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autoaccum.batches.structure import move
 from autoaccum.devices import nvml
-from autoaccum.devices.base import AbstractDevice, ErrorRow, Holder, Unit, Verdict, Watch
+from autoaccum.devices.base import AbstractDevice, ErrorRow, Holder, Unit, Verdict, Watch, gpu_reserve_bytes
 
 
 @final
@@ -49,7 +49,7 @@ class CudaDevice(AbstractDevice):
         return free + torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
 
     def reserve_bytes(self) -> int:
-        return max(self.total_bytes() // 50, 256 * 2**20)  # a margin for fragmentation, and for a display
+        return gpu_reserve_bytes(self.total_bytes())
 
     def held_bytes(self, resident: Sequence[Tensor]) -> int:
         return self.context_bytes() + torch.cuda.memory_reserved(self.torch_device)

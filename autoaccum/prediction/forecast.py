@@ -15,19 +15,21 @@ import numpy as np
 import torch
 
 from autoaccum.devices.base import AbstractDevice
-from autoaccum.prediction.allocator import AllocatorSettings, replay
+from autoaccum.prediction.allocator import replay
+from autoaccum.prediction.allocator_settings import MIN_BLOCK_BYTES, AllocatorSettings
 from autoaccum.prediction.apart import ProcessDiedError, apart, can_run_apart
-from autoaccum.prediction.corrections import Adjusted, as_on, on_host
+from autoaccum.prediction.corrections import as_on
+from autoaccum.prediction.fake_tensors import fake_trace, is_refusal, load_fake_tensors
 from autoaccum.prediction.gpus import Gpu
 from autoaccum.prediction.growth import Growth, NotAffineError, growth_of
-from autoaccum.prediction.trace import Trace, fake_trace, is_refusal, load_fake_tensors, record_windows
+from autoaccum.prediction.recording import AS_IT_IS, Adjusted, record_windows
+from autoaccum.prediction.trace import Trace
+from autoaccum.prediction.workspaces import on_host
 from autoaccum.preserve import Snapshot, random_states_kept
 from autoaccum.records import Levers
 from autoaccum.window import training_modes
 from autoaccum.workload import Workload
 
-_AS_IT_IS = Levers()
-_BLOCK_BYTES = 512  # kMinBlockSize in c10/core/AllocatorConfig.h: every request is rounded up to it
 _PAGE_BYTES = 4096
 _MMAP_BYTES = 64 * 2**10  # from here on glibc maps pages of their own, as devices/cpu.py sets it
 _MALLOC_BYTES = 64 + 16  # alignment of c10/core/impl/alloc_cpu.cpp (gAlignment), and malloc's own header
@@ -49,7 +51,7 @@ def in_blocks(sizes: Sizes) -> Sizes:
         >>> in_blocks(np.array([0, 1, 513])).tolist()
         [0, 512, 1024]
     """
-    return -(-sizes // _BLOCK_BYTES) * _BLOCK_BYTES
+    return -(-sizes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
 
 
 def in_pages(sizes: Sizes) -> Sizes:
@@ -125,7 +127,7 @@ def traced(
     multiple_of: int = 1,
     snapshot: Snapshot | None = None,
     budget_bytes: int | None = None,
-    levers: Levers = _AS_IT_IS,
+    levers: Levers = AS_IT_IS,
 ) -> Traced:
     """Trace a workload at a few small sizes, on fake tensors or else on real ones.
 

@@ -1,21 +1,16 @@
 """Which GPUs are known by name, and what each leaves to PyTorch: totals, what lies outside the allocator, kernels.
 
-Decides what a name or a size stands for when the card itself is not there. Knows nothing of models, batches or the
-allocator, and must never ask a driver or import torch: a card that is present is described by `autoaccum.devices`.
+Mostly data: a row a card, each with its source. Knows nothing of models, batches or the allocator, and must never ask a
+driver or import torch: a card that is present is described by `autoaccum.devices`.
 """
 
 from __future__ import annotations
 
-import difflib
-import re
 from typing import Literal, NamedTuple
 
-from autoaccum.errors import InvalidRequestError
 from autoaccum.records import Record
-from autoaccum.units import Share, format_bytes, parse_size, shown
 
 MIB = 2**20
-GIB = 2**30
 
 Vendor = Literal["NVIDIA", "AMD"]
 
@@ -301,110 +296,3 @@ def _gpu(name: str, total_mib: float, family: _Family, multiprocessors: int, sou
 
 
 GPUS: tuple[Gpu, ...] = tuple(sorted((_gpu(*row) for row in _ROWS), key=lambda gpu: gpu.total_bytes))
-
-# Words of a device name that say nothing about which memory it has: "NVIDIA A100-SXM4-40GB", "NVIDIA B300 SXM6 AC".
-_BRANDS = re.compile(r"^(?:nvidia|geforce|tesla|rtx|gtx|amd|radeon|rx|instinct)+")
-_EDITION = re.compile(r"sxm\d*|pcie|hbm\d?e?|oam|ac|gcd|gpu|generation|tensor|core|server|workstation|max|q|edition")
-_MEMORY = re.compile(r"(\d+)g(?:b|ib)?")
-_SIZE = re.compile(r"\s*[-+]?[\d.]+\s*(?:%|[kmgtp]?i?b?)\s*", re.ASCII | re.IGNORECASE)
-
-# What torch calls a device whose name would mislead: the 480 GB of a GH200 are its CPU's.
-_DEVICE_NAMES = {
-    "gh200 480": "gh200 96",
-    "mi250xmi250": "mi250x",
-    "v100s": "v100",
-    "v100s 32": "v100 32",
-}
-
-
-class _Wanted(NamedTuple):
-    """A name without what does not tell cards apart: "3060ti" and the gigabytes, "" where not written."""
-
-    model: str
-    memory: str
-
-
-def _wanted(name: str) -> _Wanted:
-    text = re.sub(r"(\d)[\s_-]+(gi?b)\b", r"\1\2", name.lower())
-    words = [_BRANDS.sub("", word) for word in re.findall(r"[a-z0-9]+", text)]
-    words = [word for word in words if not _EDITION.fullmatch(word)]
-    memory = sorted({match[1] for word in words if (match := _MEMORY.fullmatch(word))})
-    model = "".join(word for word in words if not _MEMORY.fullmatch(word))
-    key = " ".join([model, *memory])
-    model, _, sizes = _DEVICE_NAMES.get(key, key).partition(" ")
-    return _Wanted(model, sizes)
-
-
-_WANTED = {gpu.name: _wanted(gpu.name) for gpu in GPUS}
-
-
-def gpu_for(asked: str | int | Gpu) -> Gpu:
-    """The GPU that a name or a size stands for.
-
-    Args:
-        asked: A name as people or torch write it ("RTX 3060", "a100 80gb", "NVIDIA A100-SXM4-80GB"), a size ("24GiB",
-            bytes as an int) for a card that is not in the table, or a `Gpu`, which is returned as it is.
-
-    Returns:
-        A row of `GPUS`, or, for a size, a GPU of that total with the kernels and workspaces of compute capability 8.6 and
-        the context of its largest card.
-
-    Raises:
-        InvalidRequestError: When the name is unknown or leaves open which memory size, or the size cannot be used.
-
-    Example:
-        >>> gpu_for("nvidia geforce rtx 3060").name, gpu_for("24GiB").name
-        ('RTX 3060 12GB', '24.00 GiB GPU')
-    """
-    if isinstance(asked, Gpu):
-        return asked
-    if not isinstance(asked, str):
-        return _unnamed(asked)
-    found = _named(asked)
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise InvalidRequestError(f"gpu={shown(asked)} is sold with several memory sizes; expected one of {_listed(found)}.")
-    if _SIZE.fullmatch(asked):
-        return _unnamed(asked)
-    raise _unknown(asked)
-
-
-def _named(asked: str) -> list[Gpu]:
-    wanted = _wanted(asked)
-    alike = [gpu for gpu in GPUS if _WANTED[gpu.name].model == wanted.model]
-    return [gpu for gpu in alike if wanted.memory in ("", _WANTED[gpu.name].memory)]
-
-
-def _unnamed(size: object) -> Gpu:
-    total_bytes = parse_size(size, "gpu")
-    if isinstance(total_bytes, Share):
-        raise InvalidRequestError(f'gpu={shown(size)} is a share of nothing; expected a name, or a size such as "24GiB".')
-    largest = max(gpu.context_bytes for gpu in GPUS if gpu.compute_capability == _AMPERE_SMALL.compute_capability)
-    if total_bytes <= largest:
-        raise InvalidRequestError(
-            f"gpu={shown(size)} is {format_bytes(total_bytes)}, no more than the {format_bytes(largest)} of a CUDA context; "
-            'expected the memory of the whole card, such as "24GiB".'
-        )
-    return Gpu(
-        name=f"{format_bytes(total_bytes)} GPU",
-        total_bytes=total_bytes,
-        compute_capability=_AMPERE_SMALL.compute_capability,
-        architecture=_AMPERE_SMALL.architecture,
-        context_bytes=largest,
-        source="given by the caller",
-    )
-
-
-def _unknown(asked: str) -> InvalidRequestError:
-    wanted = "".join(_wanted(asked[:64]))
-    keys = {"".join(_WANTED[gpu.name]): gpu for gpu in GPUS}
-    near = [keys[key] for key in difflib.get_close_matches(wanted, keys, n=3, cutoff=0.0)]
-    return InvalidRequestError(
-        f"gpu={shown(asked)} is not a GPU that autoaccum knows; the nearest are {_listed(near)}. "
-        'Bytes such as "24GiB" are accepted too.'
-    )
-
-
-def _listed(gpus: list[Gpu]) -> str:
-    return ", ".join(repr(gpu.name) for gpu in gpus)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 WIDTH_PX, HEIGHT_PX = 420, 300  # of a picture; a page shows it at 0.8 of that on a phone, and at 1.2 beside another one
 LEFT_PX, RIGHT_PX, TOP_PX, BOTTOM_PX = 48, 404, 38, 254  # of the frame inside it that the data is drawn in
+FAR = 1.6  # a limit that is this much above all that is drawn would press a picture flat, and is named instead
 LETTER_PX = 6.8  # the mean width of a letter at the 12.5 px that phones show pictures with, in a wide font
 
 

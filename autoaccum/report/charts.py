@@ -14,9 +14,6 @@ from autoaccum.report.settings import ordered
 from autoaccum.report.tables import levers_in_words, rate_in_words, trial_timing
 from autoaccum.units import format_bytes, format_seconds
 
-_FAR = 1.6  # a budget that is this much above every peak would press the picture flat, and is named instead
-
-
 # -- step time against memory
 
 
@@ -40,7 +37,7 @@ def pareto_figure(plan: PlanRecord) -> Markup:
     points = list(_points(ordered(plan.settings)))
     if not points:
         return drawing.missing("No setting was both run and timed, so there is no picture of step time against memory.")
-    is_near = plan.budget_bytes <= _FAR * max(point.peak_bytes for point in points)
+    is_near = plan.budget_bytes <= axes.FAR * max(point.peak_bytes for point in points)
     peaks = [point.peak_bytes for point in points] + [plan.budget_bytes] * is_near
     times_s = [time_s for point in points for time_s in (point.timing.first_quartile_s, point.timing.third_quartile_s)]
     across = axes.across_axis(peaks, "peak memory", axes.BYTES, from_zero=False)

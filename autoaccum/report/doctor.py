@@ -13,7 +13,7 @@ from autoaccum.devices.accelerator import MpsDevice, XpuDevice
 from autoaccum.devices.base import AbstractDevice
 from autoaccum.devices.cpu import CpuDevice, cgroup_limit_bytes, host_allocator
 from autoaccum.devices.cuda import CudaDevice, allocator_in_words, toolkit
-from autoaccum.prediction.trace import self_test
+from autoaccum.prediction.fake_tensors import self_test
 from autoaccum.units import format_bytes
 
 _HOLDERS_SHOWN = 5

@@ -14,7 +14,6 @@ from autoaccum.report.markup import Markup, joined, tag
 from autoaccum.units import format_bytes
 
 _MOST_COLUMNS = 320  # about one a pixel
-_FAR = 1.6  # a limit that is this much above the peak would press the picture flat, and is named instead
 _CLEAR_PX = 20  # a label needs that much between its point and a line above it
 
 
@@ -38,7 +37,7 @@ def timeline_figure(timeline: Timeline | None) -> Markup:
     if timeline is None or columns is None:
         return drawing.missing("The memory of a step was not predicted in detail, so there is no picture of it.")
     peak_bytes, limit_bytes = max(columns.totals), timeline.limit_bytes
-    drawn_bytes = limit_bytes if limit_bytes is not None and limit_bytes <= _FAR * peak_bytes else None
+    drawn_bytes = limit_bytes if limit_bytes is not None and limit_bytes <= axes.FAR * peak_bytes else None
     across = axes.events_axis(columns.num_events, "allocations and frees, in order")
     up = axes.upright_axis([1.1 * peak_bytes, 1.08 * (drawn_bytes or 0)], "allocated", axes.BYTES)
     far = "" if limit_bytes == drawn_bytes else f" The limit of {format_bytes(limit_bytes)} is far above."

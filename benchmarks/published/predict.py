@@ -26,8 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autoaccum.predicting import interval_frac
 from autoaccum.prediction.allocator import Replay, replay
 from autoaccum.prediction.corrections import as_on
-from autoaccum.prediction.gpus import gpu_for
-from autoaccum.prediction.trace import Recorder, Trace
+from autoaccum.prediction.gpu_names import gpu_for
+from autoaccum.prediction.recorder import Recorder
+from autoaccum.prediction.trace import Trace
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from cases import Case, read_cases
 from environments import versions
 from predict import recorded
 
-from autoaccum.prediction.gpus import gpu_for
+from autoaccum.prediction.gpu_names import gpu_for
 from autoaccum.prediction.trace import Trace
 
 STORED = (

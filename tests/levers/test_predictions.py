@@ -17,9 +17,9 @@ from autoaccum import probing
 from autoaccum.devices import VirtualDevice
 from autoaccum.levers import Subject
 from autoaccum.levers.blocks import find_blocks
+from autoaccum.prediction.fake_tensors import fake_trace
 from autoaccum.prediction.forecast import Forecast
 from autoaccum.prediction.growth import growth_of
-from autoaccum.prediction.trace import fake_trace
 from autoaccum.preserve import preserved
 from autoaccum.probing import run_trial
 from autoaccum.records import Candidate, Fit, Levers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -12,19 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoaccum.errors import InvalidRequestError
-from autoaccum.prediction.allocator import AllocatorSettings, Replay, replay, rounded_bytes
+from autoaccum.prediction.allocator import Replay, replay
+from autoaccum.prediction.allocator_settings import AllocatorSettings
 
-MIB = 2**20
-EXPANDABLE = AllocatorSettings(expandable_segments=True)
+from .replays import EXPANDABLE, MIB, run
+
 PLAIN = AllocatorSettings()
-
-
-def run(events: list[int], sizes_mib: list[float], **options: Any) -> Replay:
-    """Replay a trace whose sizes, and whose limit, are written in MiB."""
-    if "limit_mib" in options:
-        options["limit_bytes"] = int(options.pop("limit_mib") * MIB)
-    return replay(events, [int(size * MIB) for size in sizes_mib], **options)
 
 
 # -- rounding, and what a new segment holds
@@ -83,82 +75,6 @@ def test_large_segments_of_another_size() -> None:
     assert run([0], [2], settings=AllocatorSettings(large_segment_bytes=24 * MIB)).peak_reserved_bytes == 24 * MIB
 
 
-def test_rounding_in_divisions_of_a_power_of_two() -> None:
-    """With 4 divisions 5000 bytes are rounded to 5120, the first of 4096, 5120, 6144, 7168 that suffices."""
-    quarters = AllocatorSettings(roundup_power2_divisions=4)
-    assert replay([0], [5000], settings=quarters).peak_allocated_bytes == 5120
-    assert rounded_bytes(7169, quarters) == 8192
-    assert rounded_bytes(4096, quarters) == 4096
-
-
-def test_rounding_of_small_requests_ignores_divisions() -> None:
-    """Up to 512 bytes times the divisions a request is rounded to 512 as ever."""
-    quarters = AllocatorSettings(roundup_power2_divisions=4)
-    assert [rounded_bytes(size, quarters) for size in (1, 1100, 2048, 2049)] == [512, 1536, 2048, 2560]
-
-
-def test_rounding_by_size_intervals() -> None:
-    """Each size is rounded with the divisions of the first interval that ends above it, or of the last."""
-    by_size = AllocatorSettings(roundup_power2_divisions=((2, 0), (4, 2), (8, 1)))
-    sizes = (MIB + 1, 2 * MIB + 1, 5 * MIB + 1, 65 * MIB + 1)
-    assert [rounded_bytes(size, by_size) for size in sizes] == [MIB + 512, 3 * MIB, 5 * MIB + 512, 65 * MIB + 512]
-
-
-# -- splitting
-
-
-def test_rest_of_exactly_1_mib_is_not_split_off() -> None:
-    """In the large pool a rest of 1 MiB stays with the block, and counts as allocated but not as requested."""
-    outcome = run([0], [19])  # a segment of 20 MiB
-    assert outcome.peak_allocated_bytes == 20 * MIB
-    assert outcome.peak_requested_bytes == 19 * MIB
-
-
-def test_rest_above_1_mib_is_split_off() -> None:
-    """In the large pool a rest of 1 MiB and 512 bytes becomes a block of its own."""
-    assert replay([0], [19 * MIB - 512]).peak_allocated_bytes == 19 * MIB - 512
-
-
-def test_rest_is_used_by_later_requests() -> None:
-    """What was split off serves a later request without a new segment."""
-    assert run([0, 1], [9, 11]).peak_reserved_bytes == 20 * MIB
-
-
-def test_rest_of_512_bytes_is_split_off_in_the_small_pool() -> None:
-    """In the small pool even a rest of 512 bytes becomes a block: 1 MiB, 1 MiB less 512, and 512 bytes share a segment."""
-    outcome = replay([0, 1, 2], [MIB, MIB - 512, 512])
-    assert (outcome.peak_allocated_bytes, outcome.peak_reserved_bytes) == (2 * MIB, 2 * MIB)
-
-
-# -- the choice among free blocks
-
-
-def test_best_fit_is_the_smallest_that_suffices() -> None:
-    """Of free blocks of 14 and 12 MiB a request of 11.5 takes the 12, so that one of 14 needs no new segment."""
-    assert run([0, 1, ~0, ~1, 2, 3], [14, 12, 11.5, 14]).peak_reserved_bytes == 26 * MIB
-
-
-def test_best_fit_of_equals_is_the_lowest_address() -> None:
-    """Of the first and third quarter of a segment a request takes the first, so that the last two can merge to 10 MiB."""
-    assert run([0, 1, 2, 3, ~0, ~2, 4, ~3, 5], [5, 5, 5, 5, 5, 10]).peak_reserved_bytes == 20 * MIB
-
-
-def test_pools_do_not_mix() -> None:
-    """A small request finds nothing in a free large block, nor a large request in a free small segment."""
-    assert run([0, ~0, 1], [20, 0.5]).peak_reserved_bytes == 22 * MIB
-    assert run([0, ~0, 1], [1, 1.5]).peak_reserved_bytes == 22 * MIB
-
-
-def test_freed_blocks_merge_with_both_neighbours() -> None:
-    """Three blocks of one segment, the middle one freed last, are one block of 20 MiB again."""
-    assert run([0, 1, 2, ~0, ~2, ~1, 3], [6, 6, 6, 20]).peak_reserved_bytes == 20 * MIB
-
-
-def test_blocks_do_not_merge_across_segments() -> None:
-    """Two free segments of 20 MiB do not serve a request of 40."""
-    assert run([0, 1, ~0, ~1, 2], [20, 20, 40]).peak_reserved_bytes == 80 * MIB
-
-
 def test_block_can_be_allocated_again() -> None:
     """A block that was freed may be allocated again, and takes the memory that it had."""
     assert run([0, ~0, 0, ~0, 0], [30]).peak_reserved_bytes == 30 * MIB
@@ -211,6 +127,7 @@ def test_peak_event_is_the_first() -> None:
 
 
 # -- max_split_size, here 64 MiB
+
 
 OVERSIZE = AllocatorSettings(max_split_size_bytes=64 * MIB)
 
@@ -301,91 +218,6 @@ def test_expandable_segment_fills_the_lowest_gap() -> None:
     assert (outcome.fits, outcome.flushes, outcome.peak_reserved_bytes) == (True, 1, 160 * MIB)
 
 
-def test_expandable_segment_prefers_a_block_that_cannot_grow() -> None:
-    """A request of 8 MiB takes the free 10 in the middle, not the 8 at the end, which can grow to 28 with one handle."""
-    events = [0, 1, 2, ~0, 3, 4]  # 10 free, then 22 and then 8 to the end of two handles
-    assert run(events, [10, 11, 11, 8, 28], settings=EXPANDABLE).peak_reserved_bytes == 60 * MIB
-
-
-# -- the text of the environment variables
-
-
-def test_no_text() -> None:
-    """An empty text gives PyTorch's defaults."""
-    assert AllocatorSettings.parse("") == AllocatorSettings()
-
-
-def test_all_keys() -> None:
-    """Every key that changes sizes is read, spaces are ignored, and keys that change none pass."""
-    text = (
-        "expandable_segments:True, max_split_size_mb:64, roundup_power2_divisions:4, max_non_split_rounding_mb:40, "
-        "large_segment_size_mb:30, garbage_collection_threshold:0.8, pinned_use_background_threads:True, backend:native,"
-    )
-    assert AllocatorSettings.parse(text) == AllocatorSettings(
-        expandable_segments=True,
-        max_split_size_bytes=64 * MIB,
-        roundup_power2_divisions=4,
-        max_non_split_rounding_bytes=40 * MIB,
-        large_segment_bytes=30 * MIB,
-    )
-
-
-def test_large_segment_sets_the_slack() -> None:
-    """Where only the size of large segments is given, the slack for oversize blocks is the same."""
-    assert AllocatorSettings.parse("large_segment_size_mb:30").max_non_split_rounding_bytes == 30 * MIB
-
-
-@pytest.mark.parametrize(
-    ("text", "by_interval"),
-    [
-        ("[64:8,256:4,1024:4,>:1]", [8, 8, 8, 8, 8, 8, 8, 0, 4, 0, 4, 1, 1, 1, 1, 1]),
-        ("[256:1,512:2,1024:4,>:8]", [1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 4, 8, 8, 8, 8, 8]),
-        ("[>:4]", [0, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4]),
-        ("[1:2,131072:4]", [2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 4]),
-        ("[256:2,64:8,>:4]", [2, 2, 2, 2, 2, 2, 8, 4, 4, 4, 4, 4, 4, 4, 4, 4]),
-        ("[64:8,]", [8, 8, 8, 8, 8, 8, 8, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
-        ("[]", [0] * 16),
-    ],
-)
-def test_list_of_divisions(text: str, by_interval: list[int]) -> None:
-    """A list names intervals from 1 MiB to 2, ..., from 32 GiB on, as PyTorch 2.13 was seen to read it; gaps mean 0."""
-    parsed = AllocatorSettings.parse(f"roundup_power2_divisions:{text},expandable_segments:True")
-    assert parsed.roundup_power2_divisions == tuple((2 << number, each) for number, each in enumerate(by_interval))
-    assert parsed.expandable_segments
-
-
-def test_other_allocator_cannot_be_replayed() -> None:
-    """The driver's own pool is refused, as it does not work this way."""
-    with pytest.raises(InvalidRequestError, match="backend:cudaMallocAsync cannot be replayed"):
-        AllocatorSettings.parse("backend:cudaMallocAsync")
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("expandable_segments:true", "expandable_segments:true"),
-        ("max_split_size_mb", "'max_split_size_mb'"),
-        ("max_split_size_mb:", "'max_split_size_mb:'"),
-        ("max_split_size_mb=64", "'max_split_size_mb=64'"),
-        ("max_split_size_mb:x", "max_split_size_mb has 'x'"),
-        ("max_split_size_mb:19", "max_split_size_mb:19 is too small; expected 20"),
-        ("large_segment_size_mb:30,max_split_size_mb:25", "max_split_size_mb:25 is too small; expected 30"),
-        ("large_segment_size_mb:10", "large_segment_size_mb:10 is too small; expected 11"),
-        ("max_non_split_rounding_mb:5", "max_non_split_rounding_mb:5 is too small; expected 20"),
-        ("roundup_power2_divisions:3", "roundup_power2_divisions has 3"),
-        ("roundup_power2_divisions:0", "roundup_power2_divisions has 0"),
-        ("roundup_power2_divisions:[3:4]", "roundup_power2_divisions has 3"),
-        ("roundup_power2_divisions:[64:3]", "roundup_power2_divisions has 3"),
-        ("roundup_power2_divisions:[64]", "roundup_power2_divisions has ''"),
-        ("roundup_power2_divisions:[64:8", "roundup_power2_divisions has '[64:8'"),
-    ],
-)
-def test_text_that_pytorch_refuses(text: str, named: str) -> None:
-    """What PyTorch refuses is refused, and what is wrong is named."""
-    with pytest.raises(InvalidRequestError, match=f"the allocator setting {re.escape(named)}"):
-        AllocatorSettings.parse(text)
-
-
 # -- traces that cannot be
 
 
@@ -397,6 +229,7 @@ def test_trace_that_cannot_be(events: list[int]) -> None:
 
 
 # -- any trace
+
 
 SIZES = st.one_of(
     st.integers(0, 3000),
@@ -591,6 +424,7 @@ def test_same_as_a_plain_model(trace: tuple[list[int], list[int]], expandable: b
 
 
 # -- a real history
+
 
 CHILD = """
 import torch

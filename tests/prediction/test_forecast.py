@@ -17,10 +17,12 @@ import autoaccum
 from autoaccum.devices.virtual import VirtualDevice
 from autoaccum.plan import Plan
 from autoaccum.prediction import forecast as forecast_module
-from autoaccum.prediction.allocator import AllocatorSettings, replay
+from autoaccum.prediction.allocator import replay
+from autoaccum.prediction.allocator_settings import AllocatorSettings
+from autoaccum.prediction.fake_tensors import fake_trace
 from autoaccum.prediction.forecast import Forecast, Traced, in_blocks, in_pages, reason_of, traced
 from autoaccum.prediction.growth import Growth, growth_of
-from autoaccum.prediction.trace import Trace, fake_trace
+from autoaccum.prediction.trace import Trace
 from autoaccum.records import Fit, OutOfMemory
 from autoaccum.request import Request
 from autoaccum.tune import tune_workload

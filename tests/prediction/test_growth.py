@@ -16,9 +16,10 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 import autoaccum
+from autoaccum.prediction.fake_tensors import fake_trace
 from autoaccum.prediction.forecast import in_blocks
 from autoaccum.prediction.growth import Growth, NotAffineError, growth_of
-from autoaccum.prediction.trace import KINDS, Kind, Mark, Trace, fake_trace
+from autoaccum.prediction.trace import KINDS, Kind, Mark, Trace
 from autoaccum.workload import Workload
 
 SIZES = (1, 4, 7, 16, 64)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from autoaccum.prediction.allocator import Replay, replay
-from autoaccum.prediction.gpus import gpu_for
+from autoaccum.prediction.gpu_names import gpu_for
 
 TRACES = Path(__file__).parent / "traces"
 TRANSFORMERS = ("distilgpt2-adamw-b47-3060-cac7", "opt-125m-adamw-b55-3060-71b6", "t5-small-adam-b21-3060-f414")

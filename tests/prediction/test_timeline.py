@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from autoaccum.prediction.fake_tensors import fake_trace
 from autoaccum.prediction.forecast import in_blocks
 from autoaccum.prediction.growth import Growth, growth_of
 from autoaccum.prediction.timeline import timeline_of
-from autoaccum.prediction.trace import KINDS, Mark, Trace, fake_trace
+from autoaccum.prediction.trace import KINDS, Mark, Trace
 from autoaccum.records import Phase, Timeline, from_json, to_json
 from autoaccum.workload import Workload
 

@@ -1,0 +1,102 @@
+"""Puts everything back, bit for bit: the user's model, optimizer, random generators and modes.
+
+A snapshot is taken once and restored after every trial. It takes no memory that a budget would miss: it lies in host memory
+for a device, and in an unnamed temporary file where host memory itself is what is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from autoaccum.preserve.ambient import keep_random_states, keep_settings
+from autoaccum.preserve.modules import keep_module, plain_attributes
+from autoaccum.preserve.optimizers import keep_optimizer
+from autoaccum.preserve.restoring import run_all, uninterrupted
+from autoaccum.preserve.tensors import keep_tensor
+from autoaccum.preserve.vault import Vault
+
+
+@contextmanager
+def preserved(
+    model: nn.Module, optimizer: Optimizer | None = None, *, device: torch.device, on_disk: bool = False
+) -> Iterator[Snapshot]:
+    """Give a snapshot that can be restored at any time, and restore it on the way out, whatever happened.
+
+    Kept: parameters, buffers, gradients, `requires_grad`, train/eval flags, hooks, tensors that modules hold as plain
+    attributes or in lists and dicts there, optimizer state and parameter groups, the generators of python, numpy, torch and
+    the device, grad mode, autocast, default dtype and the flags of `torch.backends`.
+
+    Args:
+        model: Its tensors are restored in place, so views and tied weights stay what they are.
+        optimizer: The user's own, None where the probe makes one.
+        device: Whose generator is kept, besides the CPU's.
+        on_disk: Keep the bytes in a temporary file that has no name, so that nothing is left even after `kill -9`.
+    """
+    snapshot = Snapshot(model, optimizer, device=device, on_disk=on_disk)
+    try:
+        yield snapshot
+    except BaseException as error:
+        try:
+            snapshot.restore()
+        except RuntimeError as failure:  # a lost device context: the user's error matters more than this one
+            error.add_note(f"autoaccum could not put the model back: {failure}")
+        raise
+    else:
+        snapshot.restore()
+    finally:
+        snapshot.close()
+
+
+@final
+class Snapshot:
+    """What was found, and how to put it back."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None, *, device: torch.device, on_disk: bool) -> None:
+        self._vault = Vault(on_disk)
+        self._restores = [keep_module(module) for module in model.modules()]
+        if optimizer is not None:
+            self._restores.append(keep_optimizer(optimizer))
+        try:
+            self._tensors = [keep_tensor(tensor, self._vault) for tensor in _tensors_of(model, optimizer)]
+        except BaseException:
+            self._vault.close()  # there may be no room for all of it
+            raise
+        self._ambient = [*keep_random_states(device), *keep_settings(device.type)]
+
+    def restore(self) -> None:
+        """Put everything back; Ctrl-C waits until that is done.
+
+        Raises:
+            RuntimeError: The first error of a part that could not be put back, after all other parts were.
+        """
+        failures: list[RuntimeError] = []
+        with uninterrupted():
+            with torch.no_grad():
+                run_all((*self._restores, *self._tensors), failures)
+            run_all(self._ambient, failures)  # grad mode is one of them, and leaving `no_grad` sets it as well
+        if failures:
+            raise failures[0]
+
+    def close(self) -> None:
+        """Let go of the kept bytes."""
+        self._vault.close()
+
+
+def _tensors_of(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
+    """The tensors whose values are kept, each once."""
+    found: list[Any] = []
+    for module in model.modules():
+        found += [*module._parameters.values(), *module._buffers.values()]
+        found += [leaf for leaf in tree_leaves(plain_attributes(module)) if isinstance(leaf, Tensor) and leaf.is_leaf]
+    if optimizer is not None:
+        found += tree_leaves([list(optimizer.state.values()), optimizer.param_groups])
+    held = {id(tensor): tensor for tensor in found if isinstance(tensor, Tensor)}
+    gradients = [tensor.grad for tensor in held.values() if tensor.is_leaf and tensor.grad is not None]
+    return list((held | {id(gradient): gradient for gradient in gradients}).values())
