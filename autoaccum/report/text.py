@@ -137,11 +137,6 @@ def plan_text(plan: PlanRecord) -> str:
     return _as_text([*plan_lines(plan), *(("Advice", text) for text in plan.advice)], plan.warnings)
 
 
-def probe_text(result: ProbeResult) -> str:
-    """The probe's result as a few lines of text."""
-    return _as_text(probe_lines(result), result.warnings)
-
-
 def plan_markdown(plan: PlanRecord) -> str:
     """The plan, its trade-offs and its trials as Markdown."""
     head = ["## autoaccum plan", "", *_markdown_table(("", ""), plan_lines(plan))]

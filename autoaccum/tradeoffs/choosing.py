@@ -53,12 +53,3 @@ def recomputation(levers: Levers) -> tuple[int, int]:
     """How much is computed again, as something to sort by: fully checkpointed blocks, then selectively checkpointed ones."""
     blocks = levers.checkpointed_blocks
     return (blocks if levers.checkpointing == "full" else 0, blocks if levers.checkpointing == "selective" else 0)
-
-
-def pareto_front(measured: Sequence[Measured]) -> list[Measured]:
-    """Those that no other one beats in both step time and peak, the fastest first."""
-    front: list[Measured] = []
-    for one in sorted(measured, key=lambda one: (one.timing.median_s, one.peak_bytes)):
-        if not front or one.peak_bytes < front[-1].peak_bytes:
-            front.append(one)
-    return front

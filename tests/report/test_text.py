@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from autoaccum.records import CheckResult, Evidence, Levers, LimitedBy, PlanRecord, ProbeResult
-from autoaccum.report.text import check_text, plan_lines, plan_markdown, plan_text, probe_lines, probe_markdown, probe_text
+from autoaccum.report.text import check_text, plan_lines, plan_markdown, plan_text, probe_lines, probe_markdown
 
 
 def changed(record: PlanRecord, **values: object) -> PlanRecord:
@@ -91,12 +91,6 @@ def test_text_is_aligned(plan: PlanRecord) -> None:
     lines = text.splitlines()
     assert lines[-3:] == ["Advice               more", "Note                 first", "Note                 second"]
     assert {line[19:21] for line in lines} == {"  "} and {line[21] != " " for line in lines} == {True}
-
-
-def test_text_of_a_result(result: ProbeResult) -> None:
-    """The text of a probe's result has its limit and its warnings."""
-    text = probe_text(result)
-    assert "Largest micro-batch  4, limited by memory" in text and "<i>d</i>" in text
 
 
 @pytest.mark.parametrize("kind", ["plan", "result"])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum.records import Levers, Timing
 from autoaccum.timing import timing_of
-from autoaccum.tradeoffs.choosing import best, pareto_front, recomputation, rivals
+from autoaccum.tradeoffs.choosing import best, recomputation, rivals
 from autoaccum.tradeoffs.points import Measured, Point
 
 
@@ -156,49 +155,3 @@ def test_what_would_be_chosen_is_a_rival() -> None:
     lean = ran(1.009, peak=1)
     found = rivals([lean, ran(1.0, peak=10), ran(1.001, peak=10), ran(1.002, peak=10)], 2)
     assert [one.timing.median_s for one in found] == [1.0, 1.009]
-
-
-# -- the front
-
-
-@given(several)
-def test_nothing_on_the_front_is_beaten(measured: list[Measured]) -> None:
-    """No setting is faster and leaner than one of the front, nor the one and equal in the other."""
-    for one in pareto_front(measured):
-        assert not any(_beats(other, one) for other in measured)
-
-
-@given(several)
-def test_everything_off_the_front_is_beaten_or_doubled(measured: list[Measured]) -> None:
-    """What is left out is as slow and as large as one of the front at least."""
-    front = pareto_front(measured)
-    for one in measured:
-        assert any(other.timing.median_s <= one.timing.median_s and other.peak_bytes <= one.peak_bytes for other in front)
-
-
-@given(several)
-def test_front_goes_from_fast_to_lean(measured: list[Measured]) -> None:
-    """Along the front every step is slower and leaner than the one before."""
-    front = pareto_front(measured)
-    for one, following in pairwise(front):
-        assert one.timing.median_s < following.timing.median_s
-        assert one.peak_bytes > following.peak_bytes
-
-
-@given(several)
-def test_both_objectives_choose_from_the_front_where_nothing_is_noise(measured: list[Measured]) -> None:
-    """Without noise the fastest and the leanest setting are the ends of the front."""
-    exact = [ran(one.timing.median_s, one.peak_bytes, one.point.levers, one.point.micro_batch, 0.0) for one in measured]
-    front = pareto_front(exact)
-    assert best(exact, "throughput", 0).timing.median_s == front[0].timing.median_s
-    assert best(exact, "memory", 0).peak_bytes == front[-1].peak_bytes
-
-
-def test_front_of_nothing_is_empty() -> None:
-    """Nothing measured, nothing on the front."""
-    assert pareto_front([]) == []
-
-
-def _beats(one: Measured, other: Measured) -> bool:
-    pairs = (one.timing.median_s, other.timing.median_s), (one.peak_bytes, other.peak_bytes)
-    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
