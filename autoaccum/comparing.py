@@ -18,6 +18,7 @@ import msgspec
 
 from autoaccum.errors import InvalidRequestError
 from autoaccum.records import (
+    LARGEST,
     SCHEMA_VERSION,
     Candidate,
     Environment,
@@ -30,10 +31,11 @@ from autoaccum.records import (
     Setting,
     Timing,
     from_json,
+    numbers_in,
     plain,
 )
 from autoaccum.timing import timing_of
-from autoaccum.units import format_bytes, shown
+from autoaccum.units import format_bytes, one_line, shown
 
 Run = PlanRecord | ProbeResult
 Part = Literal["plan", "probe result", "setting", "probe trial", "confirm trial"]
@@ -55,9 +57,7 @@ JUDGED = ("ok", "improved", "regressed", "too noisy to tell", "too coarse to tel
 # `timing_of` takes them. With the 95 % interval one in a thousand comparisons of equal runs failed at 15 % of noise.
 _WIDENED = {3: 12.2, 4: 6.7, 5: 9.9}
 _ROUNDING_FRAC = 1e-9  # exactly as much as is allowed is allowed, however the floats round
-_LARGEST = 2**62  # bytes, rows or seconds; what a signed 64-bit counter can still add up
 _SHORTEST_S = 1e-9
-_LONGEST_TEXT = 80
 _BREAKING = re.compile(r"[`|\\]")  # what could end a code span, or the table cell around it
 _NOT_COMPARED = ("memory", "prediction", "timeline")  # parts of a file whose numbers are not looked at
 
@@ -155,23 +155,11 @@ def read_run(text: bytes | str, name: str) -> Run:
     try:
         run = from_json(text, kind)
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"{_printable(name)}: {_printable(str(error), 400)}") from None
+        raise InvalidRequestError(f"{one_line(name)}: {one_line(str(error), 400)}") from None
     used = {name: value for name, value in plain(run).items() if name not in _NOT_COMPARED}
-    if not all(0 <= number <= _LARGEST for number in _numbers(used)):
-        raise InvalidRequestError(f"{_printable(name)}: a size, time or count is negative or beyond reason. Was it edited?")
+    if not all(0 <= number <= LARGEST for number in numbers_in(used)):
+        raise InvalidRequestError(f"{one_line(name)}: a size, time or count is negative or beyond reason. Was it edited?")
     return run
-
-
-def _numbers(value: object) -> Iterator[float]:
-    """Every number in plain dicts and lists."""
-    if isinstance(value, (int, float)):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _numbers(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _numbers(item)
 
 
 # -- the comparison
@@ -196,7 +184,7 @@ def compare(
     Raises:
         InvalidRequestError: When the runs cannot be compared; the message lists what differs.
     """
-    names = f"{_printable(base_name)} and {_printable(new_name)}"
+    names = f"{one_line(base_name)} and {one_line(new_name)}"
     _refuse_unlike(base, new, names)
     notes = _environment_notes(base.environment, new.environment, names, allow_different_environments)
     rows = [*_headline(base, new, max_regression_frac)]
@@ -206,8 +194,8 @@ def compare(
     if not any(row.verdict in JUDGED for row in rows):
         raise InvalidRequestError(f"{names} have no measurement in common; probe both with the same sizes and budget.")
     return Comparison(
-        base_name=_printable(base_name),
-        new_name=_printable(new_name),
+        base_name=one_line(base_name),
+        new_name=one_line(new_name),
         max_regression_frac=max_regression_frac,
         passed=all(row.verdict != "regressed" for row in rows),
         rows=tuple(rows),
@@ -672,15 +660,9 @@ def _words(candidate: Candidate) -> str:
 
 def _code(value: object) -> str:
     """Anything as a code span, in which nothing is markup."""
-    text = _BREAKING.sub("?", _printable(str(value)))
+    text = _BREAKING.sub("?", one_line(str(value)))
     return f"`{text or '-'}`"
 
 
 def _shown(value: object) -> str:
-    return shown(_printable(value) if isinstance(value, str) else value)
-
-
-def _printable(text: str, most: int = _LONGEST_TEXT) -> str:
-    """One short line without characters that a terminal or a log would obey."""
-    line = "".join(char if char.isprintable() else "?" for char in " ".join(text[: 4 * most].split()))
-    return line if len(line) <= most else line[: most - 3] + "..."
+    return shown(one_line(value) if isinstance(value, str) else value)

@@ -22,6 +22,7 @@ from autoaccum.errors import InvalidRequestError
 from autoaccum.fingerprint import digest
 from autoaccum.records import Candidate, Fit, OutOfMemory, Trial
 from autoaccum.tradeoffs.points import Point
+from autoaccum.units import one_line, shown
 
 if TYPE_CHECKING:
     import optuna
@@ -219,7 +220,8 @@ def _opened(storage: Any, name: str, objective: str) -> optuna.Study:
         except Exception as error:
             if is_last:
                 raise InvalidRequestError(
-                    f"storage={storage!r} cannot be opened: {type(error).__name__}: {error}. Expected a URL such as "
+                    f"storage={shown(storage)} cannot be opened: {type(error).__name__}: {one_line(str(error), 400)}. "
+                    "Expected a URL such as "
                     "'sqlite:///runs.db', a file name that ends in .log, or an Optuna storage."
                 ) from error
     raise AssertionError("unreachable")
@@ -261,7 +263,7 @@ def _params_of(point: Point) -> dict[str, Any]:
 def _point_in(other: FrozenTrial) -> Point | None:
     try:
         candidate = msgspec.json.decode(other.user_attrs.get("candidate", ""), type=Candidate)
-    except (msgspec.MsgspecError, TypeError, ValueError):
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
         return None
     return Point(candidate.levers, candidate.micro_batch)
 
@@ -270,7 +272,7 @@ def _trial_in(other: FrozenTrial) -> Trial | None:
     """What we wrote into it; nothing that somebody else wrote is trusted."""
     try:
         trial = msgspec.json.decode(other.user_attrs.get("trial", ""), type=Trial)
-    except (msgspec.MsgspecError, TypeError, ValueError):
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
         return None
     times = trial.outcome.step_times_s if isinstance(trial.outcome, Fit) else ()
     peak = getattr(trial.outcome, "peak_bytes", None) or 0

@@ -27,6 +27,7 @@ from autoaccum.losses import LossFn, MicroBatchLoss, TrainingStep
 from autoaccum.preserve import random_states_kept
 from autoaccum.records import MemoryAccount
 from autoaccum.shards import local_part, split_again
+from autoaccum.units import shown
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 Weight = str | Tokens | Callable[[Any], float]
@@ -73,7 +74,7 @@ class Workload:
         split: SplitFn | None = None,
     ) -> None:
         if split is not None and not callable(split):
-            raise InvalidRequestError(f"split={split!r} cannot be called; expected a function.")
+            raise InvalidRequestError(f"split={shown(split)} cannot be called; expected a function.")
         self.weigher = Weigher(weight, None if training_step is not None else loss_fn)
         self.batch_dim, self.split = batch_dim, split
         refuse_engines(model)
@@ -316,8 +317,8 @@ def refuse_time_as_rows(sample: Any, module: nn.Module) -> None:
     ]
     if second is not None and time_first:
         raise InvalidRequestError(
-            f"the sample's first dimension may be time: layer {time_first[0]!r} has batch_first=False, and every tensor has "
-            f"a second dimension of {second}. Say where the rows are: batch_dim=0 or batch_dim=1."
+            f"the sample's first dimension may be time: layer {shown(time_first[0])} has batch_first=False, and "
+            f"every tensor has a second dimension of {second}. Say where the rows are: batch_dim=0 or batch_dim=1."
         )
 
 

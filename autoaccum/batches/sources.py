@@ -137,6 +137,8 @@ def opaque_length(batch: Any) -> int:
 
 def _largest_rows_first(batch: Any, layout: Layout) -> list[int] | None:
     """The order of rows by what their items hold, where lists of items differ in size; else None."""
+    if "items" not in layout.cuts.values():
+        return None
     sizes = [0] * layout.rows
     for path, node in nodes_of(batch):
         if layout.cuts.get(path) == "items":

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autoaccum.batches.denominators import Denominator, denominator_of
 from autoaccum.errors import InvalidRequestError
+from autoaccum.units import shown
 
 
 @final
@@ -35,9 +36,10 @@ class Tokens:
         try:
             return batch[self.key]
         except (KeyError, IndexError, TypeError):
-            has = f"has {sorted(map(str, batch))}" if isinstance(batch, Mapping) else f"is a {type(batch).__name__}"
+            has = f"has {shown(sorted(map(str, batch)))}" if isinstance(batch, Mapping) else f"is a {type(batch).__name__}"
             raise InvalidRequestError(
-                f"tokens({self.key!r}) finds no labels: the micro-batch {has}; expected a name or an index of its parts."
+                f"tokens({shown(self.key)}) finds no labels: the micro-batch {has}; expected a name or an index of "
+                "its parts."
             ) from None
 
 
@@ -70,7 +72,7 @@ class Weigher:
     def __init__(self, weight: str | Tokens | Callable[[Any], float], loss_fn: object = None) -> None:
         if weight != "samples" and not callable(weight):
             raise InvalidRequestError(
-                f"weight={weight!r} is unknown; expected 'samples', autoaccum.tokens('labels'), or a function "
+                f"weight={shown(weight)} is unknown; expected 'samples', autoaccum.tokens('labels'), or a function "
                 "batch -> number."
             )
         self._count = weight if callable(weight) else None
@@ -136,6 +138,6 @@ def _checked(weight: Any) -> float:
         number = math.nan
     if not math.isfinite(number) or number < 0:
         raise InvalidRequestError(
-            f"weight= gave {weight!r} for a micro-batch; expected a finite number >= 0: what its loss is a mean over."
+            f"weight= gave {shown(weight)} for a micro-batch; expected a finite number >= 0: what its loss is a mean over."
         )
     return number
