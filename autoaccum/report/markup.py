@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from html import escape
 
 # what neither HTML nor XML can hold: control characters, halves of surrogate pairs and the two that are no characters
-_NOT_SHOWN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_NOT_SHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
 class Markup(str):

@@ -28,10 +28,10 @@ def workload_from_function(location: str, function: str) -> Workload:
         known = sorted(n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__)
         listed = one_line(", ".join(known), 300) or "none"
         raise InvalidRequestError(
-            f"{shown(location, 200)} has no function {shown(function)}; it has: {listed}. "
+            f"{one_line(location, 200)} has no function {shown(function)}; it has: {listed}. "
             "The function takes no arguments and returns an autoaccum.Workload or (model, sample)."
         )
-    return _as_workload(build(), shown(f"{location}:{function}", 200))
+    return _as_workload(build(), one_line(f"{location}:{function}", 200))
 
 
 def _as_workload(built: Any, name: str) -> Workload:

@@ -25,7 +25,8 @@ TAME = "x"
 def hostile_runs(draw: st.DrawFn) -> tuple[PlanRecord | ProbeResult, PlanRecord | ProbeResult]:
     """A run with hostile texts, and the same run with tame ones in their place."""
     make = draw(st.sampled_from((plan_with, plan_with, result_with)))
-    texts = draw(st.lists(storable.filter(lambda text: len(text) < 20_000), min_size=4, max_size=4))
+    shown = storable.map(lambda text: text[:2000] if text.strip() else TAME)  # nothing at all has no place in a report
+    texts = draw(st.lists(shown, min_size=4, max_size=4))
     turn = draw(st.integers(0, 3))
     return make(lambda place: texts[(place + turn) % 4]), make(lambda place: TAME)
 
@@ -77,7 +78,7 @@ def _with_message(trial: Any, text: str) -> Any:
 
 def _environment(text: Callable[[int], str]) -> Any:
     names = [name for name in RESULT.environment.__struct_fields__ if name != "world_size"]
-    return msgspec.structs.replace(RESULT.environment, **{name: text(place) or TAME for place, name in enumerate(names)})
+    return msgspec.structs.replace(RESULT.environment, **{name: text(place) for place, name in enumerate(names)})
 
 
 class Skeleton(HTMLParser):
