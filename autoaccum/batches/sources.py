@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any, ClassVar, TypeVar, final
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SubsetRandomSampler, default_collate
@@ -28,11 +29,13 @@ from autoaccum.batches.structure import (
     children_of,
     cloned,
     is_array,
+    is_inside,
     leaves_of,
     nodes_of,
     tensors_in,
 )
 from autoaccum.errors import InvalidRequestError
+from autoaccum.units import format_bytes
 
 SplitFn = Callable[[Any, Sequence[int]], Sequence[Any]]
 T = TypeVar("T")
@@ -81,6 +84,7 @@ class BatchSource(AbstractSource):
         self._batch = batch
         self._layout = find_layout(batch, batch_dim)
         refuse_doubtful_layout(batch, self._layout, batch_dim)
+        _refuse_beyond_host(batch, self._layout)
         self.distinct = self._layout.rows
         self._order = _largest_rows_first(batch, self._layout)
         self.description = "the sample's " + describe(batch, self._layout) + (", the largest first" if self._order else "")
@@ -133,6 +137,21 @@ def opaque_length(batch: Any) -> int:
     raise InvalidRequestError(
         f"the rows of a sample of type {type(batch).__name__} cannot be counted; give the sample as a callable n -> batch."
     )
+
+
+def _refuse_beyond_host(batch: Any, layout: Layout) -> None:
+    """Refuse rows that cannot be copied: an expanded tensor holds one number and claims any size."""
+    claimed = 0
+    for path, leaf in leaves_of(batch):
+        if is_array(leaf) and not (isinstance(leaf, Tensor) and leaf.is_meta):
+            num = leaf.numel() if isinstance(leaf, Tensor) else leaf.size
+            claimed += num * leaf.itemsize // (layout.rows if is_inside(path, layout.cuts) else 1)
+    held = psutil.virtual_memory().total
+    if claimed > held:
+        raise InvalidRequestError(
+            f"a micro-batch of one row would take {format_bytes(claimed)} where this machine has {format_bytes(held)}; "
+            "expand tensors inside the training step, or leave out what it does not read."
+        )
 
 
 def _largest_rows_first(batch: Any, layout: Layout) -> list[int] | None:

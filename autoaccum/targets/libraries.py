@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from autoaccum.batches.weights import tokens
 from autoaccum.errors import InvalidRequestError, MissingExtraError
+from autoaccum.targets.demos import MOST_LAYERS
 from autoaccum.units import one_line, shown
 from autoaccum.workload import Workload
 
@@ -42,6 +43,11 @@ def hf_workload(model_type: str, options: dict[str, Any]) -> Workload:
         config = transformers.AutoConfig.for_model(model_type, **options)
         if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id or 0  # T5's checkpoints set it, its bare config does not
+        layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+        if isinstance(layers, int) and layers > MOST_LAYERS:
+            raise InvalidRequestError(
+                f"hf:{model_type} with {shown(layers)} layers would take hours to build; expected at most {MOST_LAYERS}."
+            )
         auto = _language_model_class(transformers, config)
         model = None if auto is None else auto.from_config(config)
     except InvalidRequestError:

@@ -140,8 +140,8 @@ ODD_LEAVES: tuple[Callable[[], Any], ...] = (
 ODD_WHOLES: tuple[Callable[[], Any], ...] = (
     partial(_deep, lambda inner: [inner], 50),
     partial(_deep, lambda inner: {"a": inner}, 50),
-    partial(_deep, lambda inner: [inner], 100_000),
-    partial(_deep, lambda inner: {"a": inner}, 100_000),
+    partial(_deep, lambda inner: [inner], 3_000),
+    partial(_deep, lambda inner: {"a": inner}, 3_000),
     partial(_deep, lambda inner: (inner,), 5_000),
     partial(_deep, Frozen, 5_000),
     _list_in_itself,
