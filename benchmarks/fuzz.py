@@ -43,8 +43,6 @@ class Input(NamedTuple):
 
 
 INPUTS = {
-    "sizes": Input(sizes.SIZES, sizes.check_size, 571),
-    "allowed regressions": Input(sizes.REGRESSIONS, sizes.check_regression, 220),
     "GPU names": Input(sizes.GPU_NAMES, sizes.check_gpu, 80),
     "samples": Input(samples.CASES, samples.check, 30),
     "plans": Input(runs.TEXTS, runs.check_plan, 20),
@@ -58,6 +56,8 @@ INPUTS = {
     "class names": Input(files.CLASS_NAMES, files.check_names, 1),
     "trials of a study": Input(files.ATTRIBUTE_CASES, files.check_trials, 6),
     "journals": Input(files.JOURNALS, files.check_journal, 5),
+    "allowed regressions": Input(sizes.REGRESSIONS, sizes.check_regression, 220),
+    "sizes": Input(sizes.SIZES, sizes.check_size, 571),
 }
 
 

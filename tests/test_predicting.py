@@ -818,3 +818,9 @@ def test_autocast_in_a_step_is_predicted() -> None:
             return model(batch).square().mean()
 
     assert autoaccum.predict(model, torch.randn(8, 64), 64, gpu="T4", training_step=step).micro_batch == 64
+
+
+def test_no_gpu_at_all_is_refused() -> None:
+    """An empty list names no GPU to predict for."""
+    with pytest.raises(InvalidRequestError, match=r"gpu=\[\] is no GPU"):
+        gpus_for([])

@@ -72,12 +72,13 @@ def _time_limited() -> Iterator[None]:
         raise Late
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, LIMIT_S, 1.0)  # again and again: a callback of the collector would swallow one
+    others = signal.setitimer(signal.ITIMER_REAL, LIMIT_S, 1.0)  # again: a callback may swallow one
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *others)
 
 
 @contextmanager
