@@ -1,6 +1,6 @@
 """Hostile input: what comes of sizes, samples, saved runs, targets, files and reports that nobody would write.
 
-    python benchmarks/fuzz.py run [--cases 100000] [--only plans,samples] [--seed 0]
+    python benchmarks/fuzz.py run [--cases 100000] [--only plans,samples [--keep]] [--seed 0]
 
 Every case ends in a result that keeps its promise or in an error of autoaccum's own: with a text, of at most 1,000 letters
 and without control characters, within 10 seconds and a fixed amount of memory. Anything else is a fault, and each kind of
@@ -35,7 +35,7 @@ EXAMPLES = 500  # of one run of hypothesis, whose memory of what was tried grows
 
 
 class Input(NamedTuple):
-    """Something that a caller or a file can hand to the library. `weight`: its part of all cases, in thousandths."""
+    """Something that a caller or a file can hand to the library. `weight`: its part of the cases, in thousandths."""
 
     cases: st.SearchStrategy[Any]
     check: Callable[[Any], object]
@@ -103,11 +103,10 @@ def tried(name: str, num: int, first_seed: int = 0) -> Tally:
 
 def run(num: int, names: Sequence[str], first_seed: int) -> dict[str, Any]:
     """Cases, faults and seconds of every input."""
-    whole = sum(INPUTS[name].weight for name in names)
     rows = {}
     with memory_limited():
         for name in names:
-            cases = max(1, round(num * INPUTS[name].weight / whole))
+            cases = max(1, round(num * INPUTS[name].weight / 1000))
             begun = time.perf_counter()
             tally = tried(name, cases, first_seed)
             faults = tally.faults
@@ -159,12 +158,14 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=100_000)
     parser.add_argument("--only", default=",".join(INPUTS))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", action="store_true", help="with --only: keep what is known already of other inputs")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")  # of torch, about types that are odd on purpose
     names = asked.only.split(",")
     rows = run(asked.cases, names, asked.seed)
-    if set(names) == set(INPUTS):
-        write(rows, asked.seed)
+    known = json.loads((RESULTS / "fuzz.json").read_text())["inputs"] if asked.keep else {}
+    if set(known) | set(names) == set(INPUTS):
+        write({name: (known | rows)[name] for name in INPUTS}, asked.seed)
     return int(any(row["faults"] for row in rows.values()))
 
 

@@ -32,8 +32,10 @@ def take_rows(batch: Any, layout: Layout, count: int, order: Sequence[int] | Non
             return cloned(leaf)
         if isinstance(leaf, np.ndarray):
             return np.take(leaf, indices.numpy(), axis=int(how))
-        signed = leaf.detach().view(_SIGNED.get(leaf.dtype, leaf.dtype))
-        taken = signed.index_select(int(how), indices.to(leaf.device)).view(leaf.dtype)
+        signed = _SIGNED.get(leaf.dtype)
+        rows = leaf.detach() if signed is None else leaf.detach().view(signed)
+        taken = rows.index_select(int(how), indices.to(leaf.device))
+        taken = taken if signed is None else taken.view(leaf.dtype)
         return _in_format_of(leaf, taken).requires_grad_(leaf.requires_grad)
 
     return mapped(batch, layout.cuts, (), cut)
