@@ -15,6 +15,7 @@ from autoaccum.batches.layout import shared_second_dim
 from autoaccum.batches.structure import tensors_in
 from autoaccum.errors import InvalidRequestError
 from autoaccum.shards import split_again
+from autoaccum.units import shown
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -92,8 +93,8 @@ def refuse_time_as_rows(sample: Any, module: nn.Module) -> None:
     ]
     if second is not None and time_first:
         raise InvalidRequestError(
-            f"the sample's first dimension may be time: layer {time_first[0]!r} has batch_first=False, and every tensor has "
-            f"a second dimension of {second}. Say where the rows are: batch_dim=0 or batch_dim=1."
+            f"the sample's first dimension may be time: layer {shown(time_first[0])} has batch_first=False, and "
+            f"every tensor has a second dimension of {second}. Say where the rows are: batch_dim=0 or batch_dim=1."
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autoaccum.devices.base import AbstractDevice
 from autoaccum.errors import InvalidRequestError
 from autoaccum.records import Budget
-from autoaccum.units import Share, format_bytes, parse_size
+from autoaccum.units import Share, format_bytes, parse_size, shown
 from autoaccum.workload import Workload, num_bytes
 
 
@@ -20,12 +20,12 @@ def resolved_budget(asked: object, device: AbstractDevice, workload: Workload, w
     budget = int(total * size.frac) if isinstance(size, Share) else size
     if budget > total:
         raise InvalidRequestError(
-            f"budget={asked!r} is larger than {device.name}, which has {format_bytes(total)} for this process; "
+            f"budget={shown(asked)} is larger than {device.name}, which has {format_bytes(total)} for this process; "
             'lower it, or use device="virtual:..." to try a size that is not here.'
         )
     if budget < held:
         raise InvalidRequestError(
-            f"budget={asked!r} ({format_bytes(budget)}) is less than this process already holds on {device.name}: "
+            f"budget={shown(asked)} ({format_bytes(budget)}) is less than this process already holds on {device.name}: "
             f"{format_bytes(held)}. {weights_in_words(workload)}{_rest_in_words(workload, held, device)}"
         )
     if budget > held + free:

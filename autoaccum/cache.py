@@ -15,10 +15,9 @@ from autoaccum.errors import AutoaccumError
 from autoaccum.fingerprint import digest, fingerprint_of
 from autoaccum.levers.blocks import find_blocks
 from autoaccum.records import Fit, PlanRecord, Record, from_json, to_json
-from autoaccum.report.files import write_whole
+from autoaccum.report.files import MOST_BYTES, write_whole
 from autoaccum.session import Search
-
-_MOST_BYTES = 32 * 2**20  # a plan with hundreds of trials takes one
+from autoaccum.units import one_line
 
 
 class _File(Record, frozen=True, kw_only=True):
@@ -77,7 +76,7 @@ class Cache:
                 raise OSError(f"{self._path} is no file")
             write_whole(self._path, text)
         except OSError as error:
-            note = f"The plan could not be remembered: {error}."
+            note = f"The plan could not be remembered: {one_line(str(error), 400)}."
             return msgspec.structs.replace(plan, warnings=(*plan.warnings, note))
         return plan
 
@@ -92,7 +91,7 @@ class Cache:
         try:
             if not self._path.exists():
                 return None
-            if not self._path.is_file() or self._path.stat().st_size > _MOST_BYTES:
+            if not self._path.is_file() or self._path.stat().st_size > MOST_BYTES:
                 raise OSError("it is no file of a plan")
             held = msgspec.json.decode(self._path.read_bytes(), type=_File)
             if held.fingerprint != self._fingerprint:
@@ -102,5 +101,5 @@ class Cache:
                 raise OSError("its plan is of another call")
             return plan
         except (OSError, msgspec.MsgspecError, AutoaccumError, RecursionError, ValueError) as error:
-            self._search.warnings.append(f"The remembered plan {self._path} was ignored: {error}.")
+            self._search.warnings.append(f"The remembered plan {self._path} was ignored: {one_line(str(error), 400)}.")
             return None

@@ -19,7 +19,7 @@ from autoaccum.comparing.markdown import comparison_markdown
 from autoaccum.comparing.reading import parse_max_regression, read_run
 from autoaccum.errors import AutoaccumError, NothingFitsError
 from autoaccum.records import PlanRecord, ProbeResult, to_json
-from autoaccum.report.files import write_whole
+from autoaccum.report.files import read_bounded, write_whole
 from autoaccum.report.following import following
 from autoaccum.worker.parent import WorkerError, search_in_worker
 
@@ -298,7 +298,7 @@ def _markdown(found: PlanRecord | ProbeResult) -> str:
 
 def _saved(path: str) -> PlanRecord | ProbeResult:
     """The run that a file holds; a file that cannot be read is an OSError, which ends with 2."""
-    return read_run(Path(path).read_bytes(), path)
+    return read_run(read_bounded(Path(path)), path)
 
 
 def _html(found: PlanRecord | ProbeResult) -> str:

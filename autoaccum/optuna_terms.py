@@ -59,7 +59,7 @@ def point_in(other: FrozenTrial) -> Point | None:
     """The setting that somebody has claimed; None where it is none of ours."""
     try:
         candidate = msgspec.json.decode(other.user_attrs.get("candidate", ""), type=Candidate)
-    except (msgspec.MsgspecError, TypeError, ValueError):
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
         return None
     return Point(candidate.levers, candidate.micro_batch)
 
@@ -68,7 +68,7 @@ def trial_in(other: FrozenTrial) -> Trial | None:
     """What we wrote into it; nothing that somebody else wrote is trusted."""
     try:
         trial = msgspec.json.decode(other.user_attrs.get("trial", ""), type=Trial)
-    except (msgspec.MsgspecError, TypeError, ValueError):
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
         return None
     times = trial.outcome.step_times_s if isinstance(trial.outcome, Fit) else ()
     peak = getattr(trial.outcome, "peak_bytes", None) or 0

@@ -17,10 +17,11 @@ from autoaccum.engines import own_optimizer
 from autoaccum.errors import InvalidRequestError
 from autoaccum.levers import Subject, applied, autocast_for
 from autoaccum.records import PlanRecord, from_json, to_json
-from autoaccum.report.files import write_whole
+from autoaccum.report.files import read_bounded, write_whole
 from autoaccum.report.pages import plan_fragment, plan_html
 from autoaccum.report.tables import trial_rows
 from autoaccum.report.text import plan_markdown, plan_text
+from autoaccum.units import one_line, shown
 
 if TYPE_CHECKING:
     import pandas
@@ -51,7 +52,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, tag_field="record", tag="autoa
             (10,)
         """
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
-            raise InvalidRequestError(f"rank={rank!r} does not exist; expected 0 to {self.world_size - 1}.")
+            raise InvalidRequestError(f"rank={shown(rank)} does not exist; expected 0 to {self.world_size - 1}.")
         return sizes_of(self, rank)
 
     def to_frame(self) -> pandas.DataFrame:
@@ -85,10 +86,11 @@ class Plan(PlanRecord, frozen=True, kw_only=True, tag_field="record", tag="autoa
             InvalidRequestError: As `from_json`, with the file's name.
             OSError: When the file cannot be read.
         """
+        content = read_bounded(Path(path))
         try:
-            return Plan.from_json(Path(path).read_bytes())
+            return Plan.from_json(content)
         except InvalidRequestError as error:
-            raise InvalidRequestError(f"{path}: {error}") from None
+            raise InvalidRequestError(f"{one_line(str(path), 200)}: {error}") from None
 
     def to_markdown(self) -> str:
         """The plan and its trials as Markdown."""

@@ -33,7 +33,8 @@ def probed(search: Search) -> ProbeResult:
     space = search.space()
     foresight = Foresight(search, space)
     levers = AS_IT_IS if space.is_trivial else _roomiest(search, space, foresight, sizes)
-    now = search.limit(levers, sizes, 0.0 if search.request.exact else _INEXACT_FRAC)
+    tolerance_frac = 0.0 if search.request.exact else _INEXACT_FRAC
+    now = search.limit(levers, sizes, tolerance_frac, needs_trace=not space.is_trivial)
     if now.best is None:
         search.raise_for_nothing()
     assert now.best is not None

@@ -14,14 +14,16 @@ The words, each with one meaning everywhere:
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from autoaccum.errors import InvalidRequestError
-from autoaccum.units import format_bytes
+from autoaccum.units import format_bytes, one_line
 
+LARGEST = 2**62  # bytes, rows or seconds; what a signed 64-bit counter can still add up
 SCHEMA_VERSION = 2  # 2: levers, timings and settings; files of version 1 are read as they are
 
 Phase = Literal["data", "forward", "backward", "optimizer"]
@@ -454,11 +456,30 @@ def from_json(text: str | bytes, kind: type[R]) -> R:
                 f"schema_version={header.schema_version} is newer than this autoaccum reads ({SCHEMA_VERSION}); "
                 "upgrade with: pip install --upgrade autoaccum"
             )
-        return msgspec.json.decode(text, type=kind)
+        record = msgspec.json.decode(text, type=kind)
     except msgspec.ValidationError as error:
-        raise InvalidRequestError(f"the JSON is not a sound {expected}: {error}. Was the file edited?") from None
+        said = one_line(str(error), 300)
+        raise InvalidRequestError(f"the JSON is not a sound {expected}: {said}. Was the file edited?") from None
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise InvalidRequestError(f"the JSON cannot be read as {expected}: {error}. Is the file complete?") from None
+        said = one_line(str(error), 300)
+        raise InvalidRequestError(f"the JSON cannot be read as {expected}: {said}. Is the file complete?") from None
+    if not all(abs(number) <= LARGEST for number in numbers_in(plain(record))):
+        raise InvalidRequestError(
+            f"the JSON is not a sound {expected}: a number in it is beyond reason. Was the file edited?"
+        )
+    return record
+
+
+def numbers_in(value: object) -> Iterator[float]:
+    """Every number in plain dicts and lists."""
+    if isinstance(value, (int, float)):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from numbers_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from numbers_in(item)
 
 
 def plain(record: Record) -> dict[str, Any]:

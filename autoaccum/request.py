@@ -9,6 +9,7 @@ from autoaccum.errors import InvalidRequestError
 from autoaccum.levers import check_asked
 from autoaccum.records import LimitedBy, Record
 from autoaccum.schedule import check_target, ladder, refuse_indivisible, whole_number
+from autoaccum.units import shown
 
 ROWS_WITHOUT_BOUND = 1_048_576  # where nothing bounds the search: 2**20 rows
 
@@ -52,14 +53,14 @@ def checked(request: Request, world_size: int) -> Request:
         refuse_indivisible(target, world_size, largest or -(-target // world_size), multiple_of=multiple_of)
     check_asked(request.levers)
     if request.objective not in ("throughput", "memory"):
-        raise InvalidRequestError(f'objective={request.objective!r} is unknown; expected "throughput" or "memory".')
+        raise InvalidRequestError(f'objective={shown(request.objective)} is unknown; expected "throughput" or "memory".')
     if request.shares not in ("equal", "proportional"):
-        raise InvalidRequestError(f'shares={request.shares!r} is unknown; expected "equal" or "proportional".')
+        raise InvalidRequestError(f'shares={shown(request.shares)} is unknown; expected "equal" or "proportional".')
     if request.shares == "proportional":
         _refuse_proportional(request)
     limit = request.time_budget_s
     if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
-        raise InvalidRequestError(f"time_budget_s={limit!r} is not possible; expected seconds above 0.")
+        raise InvalidRequestError(f"time_budget_s={shown(limit)} is not possible; expected seconds above 0.")
     return Request(
         target_batch=target,
         budget=request.budget,

@@ -21,6 +21,7 @@ from autoaccum.fingerprint import digest
 from autoaccum.optuna_terms import CHOICES, claim_of, distributions, params_of, point_in, space_of, trial_in
 from autoaccum.records import Candidate, Fit, OutOfMemory, Trial
 from autoaccum.tradeoffs.points import Point
+from autoaccum.units import one_line, shown
 
 if TYPE_CHECKING:
     import optuna
@@ -208,7 +209,8 @@ def _opened(storage: Any, name: str, objective: str) -> optuna.Study:
         except Exception as error:
             if is_last:
                 raise InvalidRequestError(
-                    f"storage={storage!r} cannot be opened: {type(error).__name__}: {error}. Expected a URL such as "
+                    f"storage={shown(storage)} cannot be opened: {type(error).__name__}: {one_line(str(error), 400)}. "
+                    "Expected a URL such as "
                     "'sqlite:///runs.db', a file name that ends in .log, or an Optuna storage."
                 ) from error
     raise AssertionError("unreachable")

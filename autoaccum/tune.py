@@ -32,6 +32,7 @@ from autoaccum.records import ProbeResult, Trial
 from autoaccum.report.following import Follower, following
 from autoaccum.request import Request
 from autoaccum.session import Search
+from autoaccum.units import shown
 from autoaccum.workload import Weight, Workload
 from autoaccum.writing import explored_plan
 
@@ -324,9 +325,9 @@ def gpus_for(asked: str | int | Gpu | Sequence[str | int | Gpu]) -> tuple[Gpu, .
         InvalidRequestError: When one is not known.
     """
     several = [asked] if isinstance(asked, (str, int, Gpu)) else asked
-    if not isinstance(several, (list, tuple)):
+    if not isinstance(several, (list, tuple)) or not several:
         raise InvalidRequestError(
-            f"gpu={asked!r} is no GPU; expected a name, a size such as '24GiB', a list of these, or 'all'."
+            f"gpu={shown(asked)} is no GPU; expected a name, a size such as '24GiB', a list of these, or 'all'."
         )
     if any(isinstance(one, str) and one.strip().lower() == "all" for one in several):
         return GPUS

@@ -99,10 +99,25 @@ def _positive(num_bytes: int, value: object, name: str) -> int:
     return num_bytes
 
 
-def shown(value: object) -> str:
-    """The value as an error shows it: as Python writes it, shortened."""
+def shown(value: object, most: int = 80) -> str:
+    """The value as an error shows it: as Python writes it, in one line, shortened to `most` letters."""
     try:
         text = repr(value)
-    except ValueError:  # Python does not write out a whole number of more than 4300 digits
+    except (ValueError, RecursionError):  # Python writes out no whole number of more than 4300 digits, and no endless nest
         text = f"a {type(value).__name__} too long to show"
-    return text if len(text) <= 80 else text[:77] + "..."
+    return _shortened(text, most) if text.isprintable() else one_line(text, most)
+
+
+def one_line(text: str, most: int = 80) -> str:
+    r"""The text in one line of at most `most` letters, without characters that a terminal or a log would obey.
+
+    Example:
+        >>> one_line("red:\n\x1b[31m")
+        'red: ?[31m'
+    """
+    line = "".join(char if char.isprintable() else "?" for char in " ".join(text[: 4 * most].split()))
+    return _shortened(line, most)
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."

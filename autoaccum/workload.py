@@ -37,6 +37,7 @@ from autoaccum.losses import UNUSED_LOSS_FN, LossFn, MicroBatchLoss, TrainingSte
 from autoaccum.preserve import random_states_kept
 from autoaccum.records import MemoryAccount
 from autoaccum.shards import local_part
+from autoaccum.units import shown
 
 Weight = str | Tokens | Callable[[Any], float]
 
@@ -82,7 +83,7 @@ class Workload:
         split: SplitFn | None = None,
     ) -> None:
         if split is not None and not callable(split):
-            raise InvalidRequestError(f"split={split!r} cannot be called; expected a function.")
+            raise InvalidRequestError(f"split={shown(split)} cannot be called; expected a function.")
         self.weigher = Weigher(weight, None if training_step is not None else loss_fn)
         self.batch_dim, self.split = batch_dim, split
         refuse_engines(model)

@@ -362,3 +362,18 @@ def test_an_unsound_plan_cannot_be_made(values: dict[str, Any]) -> None:
     """A plan whose sizes do not make up its target, or are above what fits, cannot exist."""
     with pytest.raises(ValueError, match="do not make up target_batch=7"):
         some_plan(**values)
+
+
+def test_endless_file_is_no_plan() -> None:
+    """A file that is larger than any plan is not taken into memory."""
+    with pytest.raises(InvalidRequestError, match="which no run is"):
+        Plan.load("/dev/zero")
+
+
+def test_name_of_a_damaged_file_is_only_shown(tmp_path: Path) -> None:
+    """A control character in a file's name reaches no terminal by way of the error."""
+    path = tmp_path / "\x1b[31m\nplan.json"
+    path.write_text("{}")
+    with pytest.raises(InvalidRequestError) as caught:
+        Plan.load(path)
+    assert str(caught.value).isprintable()

@@ -182,7 +182,7 @@ def test_sample_may_be_a_data_set() -> None:
         ({"gpu": "RTX 9999"}, "nearest are"),
         ({"gpu": "RTX 3080"}, "several memory sizes"),
         ({"gpu": "50%"}, "a share of nothing"),
-        ({"gpu": []}, "no GPU was named"),
+        ({"gpu": []}, "is no GPU; expected a name"),
         ({"gpu": [SMALL, "toaster"]}, "toaster"),
         ({"world_size": 0}, "world_size=0"),
         ({"world_size": 1.5}, "world_size=1.5"),
@@ -405,3 +405,9 @@ def test_autocast_in_a_step_is_predicted() -> None:
             return model(batch).square().mean()
 
     assert autoaccum.predict(model, torch.randn(8, 64), 64, gpu="T4", training_step=step).micro_batch == 64
+
+
+def test_no_gpu_at_all_is_refused() -> None:
+    """An empty list names no GPU to predict for."""
+    with pytest.raises(InvalidRequestError, match=r"gpu=\[\] is no GPU"):
+        gpus_for([])

@@ -648,3 +648,25 @@ def test_unsound_shares_are_refused(fields: dict[str, Any]) -> None:
     """Shares that do not make up the target, or not these sizes, would change what is learned."""
     with pytest.raises(ValueError, match="do not make up target_batch"):
         msgspec.structs.replace(PLAN, **SHARED, **fields)
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63), 10**400, 1e300], ids=["1", "2", "3", "4"])
+@pytest.mark.parametrize("field", ["measured_peak_bytes", "step_time_s", "memory"])
+def test_number_beyond_reason_is_refused(field: str, number: float) -> None:
+    """A number that no counter of bytes, rows or seconds can hold is refused at the door, wherever it stands."""
+    account = msgspec.to_builtins(
+        MemoryAccount(
+            trainable_bytes=1, frozen_bytes=1, buffer_bytes=1, gradient_bytes=1, trainable_parameters=1, frozen_parameters=1
+        )
+    )
+    value = account | {"buffer_bytes": number} if field == "memory" else number
+    with pytest.raises(InvalidRequestError, match=r"is not a sound autoaccum\.Plan"):
+        from_json(changed(PLAN, **{field: value}), PlanRecord)
+
+
+@pytest.mark.parametrize("name", ["x" * 10**6, "\x1b[31mred", "a\nb"], ids=["long", "escape", "lines"])
+def test_error_about_a_file_is_one_short_line(name: str) -> None:
+    """What the file holds is not repeated at length, and nothing in it reaches a terminal as more than text."""
+    with pytest.raises(InvalidRequestError) as caught:
+        from_json(changed(PLAN, **{name: 1}), PlanRecord)
+    assert len(str(caught.value)) < 500 and str(caught.value).isprintable()

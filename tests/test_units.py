@@ -11,7 +11,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from autoaccum.errors import InvalidRequestError
-from autoaccum.units import Share, format_bytes, format_seconds, parse_size
+from autoaccum.units import Share, format_bytes, format_seconds, one_line, parse_size, shown
 
 MOST = 2**62
 BYTES_OF = {
@@ -260,3 +260,29 @@ def test_shown_seconds_can_be_read_again(seconds: float) -> None:
 def test_seconds_as_shown(seconds: float, text: str) -> None:
     """Times are shown in milliseconds below one second and in seconds from there on."""
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["a" * 10**6, 10**5000, [[0] * 10**4], "\x1b[31m\n" * 100],
+    ids=["text", "number", "list", "control"],
+)
+def test_value_in_an_error_is_one_short_line(value: object) -> None:
+    """Whatever it is, no more than 80 letters of it are shown, in one line, without control characters."""
+    text = shown(value)
+    assert 0 < len(text) <= 80 and text.isprintable()
+
+
+def test_endless_value_in_an_error_is_named() -> None:
+    """What Python cannot write out, because it is nested without end, is named by its type."""
+    value: list[object] = []
+    for _ in range(100_000):
+        value = [value]
+    assert shown(value) == "a list too long to show"
+
+
+@given(st.text() | st.text(alphabet="\x00\x1b\x85\u202e\u2028\r\n\ta "), st.integers(3, 200))
+def test_line_of_a_text_is_short_and_printable(text: str, most: int) -> None:
+    """Any text becomes one line of at most so many letters, which a terminal only shows."""
+    line = one_line(text, most)
+    assert len(line) <= most and line.isprintable()

@@ -17,6 +17,7 @@ from autoaccum.plan import Plan
 from autoaccum.records import PlanRecord
 from autoaccum.reduction import Reducer
 from autoaccum.schedule import whole_number
+from autoaccum.units import shown
 
 logger = logging.getLogger("autoaccum")
 
@@ -93,4 +94,4 @@ def check_options(scaler: object, max_grad_norm: object, scheduler: object, on_o
     if on_oom not in ("replay", "raise"):
         raise InvalidRequestError(f'on_oom={on_oom!r} is unknown; expected "replay" or "raise".')
     if split is not None and not callable(split):
-        raise InvalidRequestError(f"split={split!r} cannot be called; expected a function.")
+        raise InvalidRequestError(f"split={shown(split)} cannot be called; expected a function.")

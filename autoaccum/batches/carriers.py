@@ -6,7 +6,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from autoaccum.batches.structure import children_of, covers, is_array, is_plain_sequence, leaves_of, name_of
+from autoaccum.batches.structure import (
+    children_of,
+    covers,
+    is_array,
+    is_plain_sequence,
+    leaves_of,
+    name_of,
+    refuse_endless,
+)
+from autoaccum.units import one_line
 
 _CHANNELS = (1, 3, 4)  # a first dimension of this size in a list of 3-d tensors may be colour channels
 
@@ -41,6 +50,7 @@ def carriers_of(node: Any, path: tuple[str, ...] = (), settled: Collection[tuple
     """
     if path in settled:
         return
+    refuse_endless(path)
     if is_array(node):
         if node.ndim:
             yield Carrier(path, {int(node.shape[0]): {path: 0}}, True)
@@ -140,4 +150,4 @@ def _alike(children: list[Any]) -> bool:
 def described(carriers: list[Carrier]) -> str:
     """In words: the numbers of rows that each part could have."""
     possible = [(name_of(c.path), list({**c.readings, **c.partly})[:4]) for c in carriers[:8]]
-    return ", ".join(f"{name} has {' or '.join(map(str, sizes))} rows" for name, sizes in possible)
+    return ", ".join(f"{one_line(name)} has {' or '.join(map(str, sizes))} rows" for name, sizes in possible)

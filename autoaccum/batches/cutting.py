@@ -15,6 +15,9 @@ from autoaccum.batches.structure import (
     same_sequence,
 )
 
+# torch takes no rows out of these (NotImplementedError of index_select, torch 2.13); the bits are the same either way
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
 
 def take_rows(batch: Any, layout: Layout, count: int, order: Sequence[int] | None = None) -> Any:
     """A copy of `count` rows, going round when the batch has fewer; nothing in it shares memory with the batch."""
@@ -29,7 +32,10 @@ def take_rows(batch: Any, layout: Layout, count: int, order: Sequence[int] | Non
             return cloned(leaf)
         if isinstance(leaf, np.ndarray):
             return np.take(leaf, indices.numpy(), axis=int(how))
-        taken = leaf.detach().index_select(int(how), indices.to(leaf.device))
+        signed = _SIGNED.get(leaf.dtype)
+        rows = leaf.detach() if signed is None else leaf.detach().view(signed)
+        taken = rows.index_select(int(how), indices.to(leaf.device))
+        taken = taken if signed is None else taken.view(leaf.dtype)
         return _in_format_of(leaf, taken).requires_grad_(leaf.requires_grad)
 
     return mapped(batch, layout.cuts, (), cut)

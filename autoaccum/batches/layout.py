@@ -9,11 +9,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from autoaccum.batches.carriers import Carrier, Cuts, carriers_of, described
-from autoaccum.batches.structure import covers, is_array, is_plain_sequence, leaves_of, name_of, nodes_of
+from autoaccum.batches.structure import is_array, is_inside, is_plain_sequence, leaves_of, name_of, nodes_of
 from autoaccum.errors import InvalidRequestError
+from autoaccum.units import one_line, shown
 
 BatchDim = int | str | Mapping[str | int, int | str | None] | None
 
@@ -49,10 +51,11 @@ def find_layout(batch: Any, batch_dim: BatchDim = None, *, rows: int | None = No
         InvalidRequestError: When there are no rows, or more than one reading is possible.
     """
     if not (batch_dim is None or batch_dim == "items" or isinstance(batch_dim, (int, Mapping))):
-        raise InvalidRequestError(f"batch_dim={batch_dim!r} cannot be read. {_REMEDY}")
+        raise InvalidRequestError(f"batch_dim={shown(batch_dim)} cannot be read. {_REMEDY}")
     nested = [name_of(path) for path, leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.is_nested]
     if nested:
-        raise InvalidRequestError(f"leaf {nested[0]!r} is a nested tensor, which cannot be cut; pass split=.")
+        raise InvalidRequestError(f"leaf {shown(nested[0])} is a nested tensor, which cannot be cut; pass split=.")
+    _refuse_equal_names(batch)
     if isinstance(batch_dim, Mapping):
         layout = _layout_by_name(batch, {str(name): dim for name, dim in batch_dim.items()}, rows)
     elif isinstance(batch_dim, str):
@@ -61,11 +64,30 @@ def find_layout(batch: Any, batch_dim: BatchDim = None, *, rows: int | None = No
         layout = _layout_by_dim(batch, batch_dim)
     else:
         layout = _layout_by_vote(list(carriers_of(batch)), rows)
+    _refuse_sparse_rows(batch, layout)
     if rows is not None and layout.rows != rows:
         raise InvalidRequestError(f"the batch has {layout.rows} rows where {rows} were asked for. {_REMEDY}")
     if layout.rows < 1 and not may_be_empty:
         raise InvalidRequestError("the sample is empty: it has 0 rows; expected a batch of at least one row.")
     return layout
+
+
+def _refuse_equal_names(batch: Any) -> None:
+    """Refuse keys that are two and read as one, such as 1 and "1": parts are known by what their keys read."""
+    paths = Counter(path for path, _ in nodes_of(batch))
+    twice = next((path for path, count in paths.items() if count > 1), None)
+    if twice is not None:
+        raise InvalidRequestError(f"the sample has two parts named {shown(name_of(twice))}; expected keys that read unlike.")
+
+
+def _refuse_sparse_rows(batch: Any, layout: Layout) -> None:
+    """Refuse to cut a tensor that keeps only some of its numbers; passed on whole it may be one."""
+    for path, leaf in leaves_of(batch):
+        if path in layout.cuts and isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+            raise InvalidRequestError(
+                f"leaf {shown(name_of(path))} is a sparse tensor, which cannot be cut by rows; pass split=, "
+                "give the sample as a callable n -> batch, or make it dense."
+            )
 
 
 def refuse_doubtful_layout(batch: Any, layout: Layout, batch_dim: BatchDim = None) -> None:
@@ -113,7 +135,7 @@ def _cuts_for(carriers: list[Carrier], rows: int) -> dict[tuple[str, ...], int |
     for carrier in carriers:
         if rows in carrier.by_items and not list_beside:
             raise InvalidRequestError(
-                f"{name_of(carrier.path)} can be {rows} items, or {rows} rows within every item. {_REMEDY}"
+                f"{one_line(name_of(carrier.path))} can be {rows} items, or {rows} rows within every item. {_REMEDY}"
             )
         cuts.update(carrier.by_items.get(rows) or carrier.readings.get(rows) or carrier.partly.get(rows, {}))
     return cuts
@@ -131,8 +153,10 @@ def _layout_by_name(batch: Any, dims: Mapping[str, int | str | None], rows: int 
     named = {name_of(path): (path, node) for path, node in nodes_of(batch)}
     unknown = [name for name in dims if name not in named]
     if unknown:
-        leaves = sorted(name_of(path) for path, _ in leaves_of(batch))
-        raise InvalidRequestError(f"batch_dim names {unknown[0]!r}, which the sample lacks; its leaves: {leaves}.")
+        leaves = sorted(one_line(name_of(path)) for path, _ in leaves_of(batch))
+        raise InvalidRequestError(
+            f"batch_dim names {shown(unknown[0])}, which the sample lacks; its leaves: {shown(leaves, 300)}."
+        )
     cuts: dict[tuple[str, ...], int | str] = {}
     sizes: dict[str, int] = {}
     for name, dim in dims.items():
@@ -143,15 +167,15 @@ def _layout_by_name(batch: Any, dims: Mapping[str, int | str | None], rows: int 
             cuts[path], sizes[name] = "items", len(leaf)
             continue
         if not is_array(leaf) or not isinstance(dim, int) or not -leaf.ndim <= dim < leaf.ndim:
-            shape = tuple(leaf.shape) if is_array(leaf) else type(leaf).__name__
-            raise InvalidRequestError(f"leaf {name!r} {shape} has no dimension {dim!r}. {_REMEDY}")
+            shape = shown(tuple(leaf.shape)) if is_array(leaf) else type(leaf).__name__
+            raise InvalidRequestError(f"leaf {shown(name)} {shape} has no dimension {shown(dim)}. {_REMEDY}")
         cuts[path] = dim % leaf.ndim
         sizes[name] = int(leaf.shape[dim])
     others = list(carriers_of(batch, settled={named[name][0] for name in dims}))
     if not sizes:
         return _layout_by_vote(others, rows)
     if len(set(sizes.values())) > 1:
-        raise InvalidRequestError(f"batch_dim gives different numbers of rows: {sizes}. {_REMEDY}")
+        raise InvalidRequestError(f"batch_dim gives different numbers of rows: {shown(sizes, 300)}. {_REMEDY}")
     found = next(iter(sizes.values()))
     return Layout(found, {**cuts, **_cuts_for(others, found)})
 
@@ -160,23 +184,19 @@ def _refuse_hidden_rows(batch: Any, layout: Layout, batch_dim: Mapping[str | int
     """Refuse to pass a tensor on whole that has the rows in another dimension, as the start state of an RNN has."""
     declared = [f"{name}." for name in batch_dim or ()]
     for path, leaf in leaves_of(batch):
-        if not is_array(leaf) or any(covers(path, cut) for cut in layout.cuts):
+        if not is_array(leaf) or is_inside(path, layout.cuts):
             continue
         if layout.rows in leaf.shape and layout.rows > 1 and not f"{name_of(path)}.".startswith((*declared,)):
             raise InvalidRequestError(
-                f"leaf {name_of(path)!r} {tuple(leaf.shape)} has no leading dimension of {layout.rows} rows, "
+                f"leaf {shown(name_of(path))} {shown(tuple(leaf.shape))} has no leading dimension of {layout.rows} rows, "
                 f"but another one of that length. {_REMEDY}"
             )
 
 
 def _refuse_other_reading(batch: Any, layout: Layout) -> None:
     """Refuse to guess where some tensors lack the rows found, but another length is common to all of them."""
-    lists = [path for path, how in layout.cuts.items() if how == "items"]
-    shapes = [
-        leaf.shape
-        for path, leaf in leaves_of(batch)
-        if is_array(leaf) and leaf.ndim and not any(covers(path, of_items) for of_items in lists)
-    ]
+    lists = {path for path, how in layout.cuts.items() if how == "items"}
+    shapes = [leaf.shape for path, leaf in leaves_of(batch) if is_array(leaf) and leaf.ndim and not is_inside(path, lists)]
     in_all = set.intersection(*(set(map(int, shape)) for shape in shapes)) - {layout.rows, 1} if shapes else set()
     if in_all and any(shape[0] != layout.rows for shape in shapes):
         raise InvalidRequestError(
@@ -195,15 +215,15 @@ def shared_second_dim(batch: Any) -> int | None:
 def describe(batch: Any, layout: Layout) -> str:
     """In words: which leaves are cut, and which are passed on whole."""
     whole = [
-        name_of(path) + (f" {tuple(leaf.shape)}" if is_array(leaf) else "")
+        one_line(name_of(path)) + (f" {tuple(leaf.shape)}" if is_array(leaf) else "")
         for path, leaf in leaves_of(batch)
-        if not any(covers(path, cut) for cut in layout.cuts)
+        if not is_inside(path, layout.cuts)
     ]
     arrays = {path: leaf for path, leaf in leaves_of(batch) if path in layout.cuts and is_array(leaf)}
     cut = [
-        f"{name_of(path)} {tuple(arrays[path].shape)}" + (f" along dimension {how}" if how else "")
+        f"{one_line(name_of(path))} {tuple(arrays[path].shape)}" + (f" along dimension {how}" if how else "")
         if path in arrays
-        else f"the items of {name_of(path)}"
+        else f"the items of {one_line(name_of(path))}"
         for path, how in layout.cuts.items()
     ]
     return f"{layout.rows} rows: {_listed(cut)}" + (f"; passed on whole: {_listed(whole)}" if whole else "")

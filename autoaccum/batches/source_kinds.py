@@ -12,14 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, ClassVar, TypeVar, final
 
+import psutil
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from autoaccum.batches.carriers import carriers_of, described
 from autoaccum.batches.cutting import split_rows_of, take_rows
 from autoaccum.batches.layout import BatchDim, Layout, describe, find_layout, refuse_doubtful_layout
 from autoaccum.batches.opaque import SplitFn, opaque_length, parts_of
-from autoaccum.batches.structure import cloned, is_array, item_size, leaves_of, nodes_of, tensors_in
+from autoaccum.batches.structure import cloned, is_array, is_inside, item_size, leaves_of, nodes_of, tensors_in
 from autoaccum.errors import InvalidRequestError
+from autoaccum.units import format_bytes
 
 _ITEMS_LOOKED_AT = 2000  # enough to meet the long tail of a shuffled data set; spread evenly over a longer one
 
@@ -70,6 +73,7 @@ class BatchSource(AbstractSource):
         self._batch = batch
         self._layout = find_layout(batch, batch_dim)
         refuse_doubtful_layout(batch, self._layout, batch_dim)
+        _refuse_beyond_host(batch, self._layout)
         self.distinct = self._layout.rows
         self._order = _largest_rows_first(batch, self._layout)
         self.description = "the sample's " + describe(batch, self._layout) + (", the largest first" if self._order else "")
@@ -112,8 +116,25 @@ class SplitSource(AbstractSource):
         return [self.take(size) for size in sizes]
 
 
+def _refuse_beyond_host(batch: Any, layout: Layout) -> None:
+    """Refuse rows that cannot be copied: an expanded tensor holds one number and claims any size."""
+    claimed = 0
+    for path, leaf in leaves_of(batch):
+        if is_array(leaf) and not (isinstance(leaf, Tensor) and leaf.is_meta):
+            num = leaf.numel() if isinstance(leaf, Tensor) else leaf.size
+            claimed += num * leaf.itemsize // (layout.rows if is_inside(path, layout.cuts) else 1)
+    held = psutil.virtual_memory().total
+    if claimed > held:
+        raise InvalidRequestError(
+            f"a micro-batch of one row would take {format_bytes(claimed)} where this machine has {format_bytes(held)}; "
+            "expand tensors inside the training step, or leave out what it does not read."
+        )
+
+
 def _largest_rows_first(batch: Any, layout: Layout) -> list[int] | None:
     """The order of rows by what their items hold, where lists of items differ in size; else None."""
+    if "items" not in layout.cuts.values():
+        return None
     sizes = [0] * layout.rows
     for path, node in nodes_of(batch):
         if layout.cuts.get(path) == "items":

@@ -8,12 +8,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from autoaccum.errors import InvalidRequestError
+
+_DEEPEST = 100  # containers in containers; Python itself gives up at a few hundred
 
 
 def mapped(
@@ -70,7 +74,8 @@ def children_of(node: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(node, (tuple, list)):
         yield from ((str(index), value) for index, value in enumerate(node))
     elif dataclasses.is_dataclass(node) and not isinstance(node, type):
-        yield from ((field.name, getattr(node, field.name)) for field in dataclasses.fields(node))
+        set_names = (field.name for field in dataclasses.fields(node) if hasattr(node, field.name))  # one may never be set
+        yield from ((name, getattr(node, name)) for name in set_names)
 
 
 def leaves_of(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -79,6 +84,7 @@ def leaves_of(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
     if not children:
         yield path, node
         return
+    refuse_endless(path)
     for key, child in children:
         yield from leaves_of(child, (*path, key))
 
@@ -86,9 +92,23 @@ def leaves_of(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
 def nodes_of(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every container and every leaf with its path, containers first."""
     yield path, node
+    refuse_endless(path)
     if not is_array(node):
         for key, child in children_of(node):
             yield from nodes_of(child, (*path, key))
+
+
+def refuse_endless(path: tuple[str, ...]) -> None:
+    """Refuse to look deeper than any batch is: a container that holds itself has no end.
+
+    Raises:
+        InvalidRequestError: With the remedy.
+    """
+    if len(path) > _DEEPEST:
+        raise InvalidRequestError(
+            f"the sample is nested more than {_DEEPEST} deep, or holds itself; expected tensors in a few containers. "
+            "Take out what the model does not read."
+        )
 
 
 def is_array(node: Any) -> bool:
@@ -131,6 +151,11 @@ def move(batch: Any, device: torch.device) -> Any:
 def tensors_in(batch: Any) -> list[Tensor]:
     """Every tensor in the batch, in order."""
     return [leaf for _, leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
+
+
+def is_inside(path: tuple[str, ...], of: Container[tuple[str, ...]]) -> bool:
+    """Whether the path, or a container around it, is one of those; as fast for a hundred thousand of them as for one."""
+    return any(path[:depth] in of for depth in range(len(path) + 1))
 
 
 def covers(inner: tuple[str, ...], outer: tuple[str, ...]) -> bool:

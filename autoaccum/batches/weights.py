@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autoaccum.batches.denominators import Denominator, denominator_of
 from autoaccum.errors import InvalidRequestError
+from autoaccum.units import shown
 
 IGNORED_LABELS = (  # said where `has_ignored_labels` and rows are counted
     "some labels are -100, and weight='samples' weighs micro-batches by rows: if the loss is a mean over labels, pass "
@@ -40,9 +41,10 @@ class Tokens:
         try:
             return batch[self.key]
         except (KeyError, IndexError, TypeError):
-            has = f"has {sorted(map(str, batch))}" if isinstance(batch, Mapping) else f"is a {type(batch).__name__}"
+            has = f"has {shown(sorted(map(str, batch)))}" if isinstance(batch, Mapping) else f"is a {type(batch).__name__}"
             raise InvalidRequestError(
-                f"tokens({self.key!r}) finds no labels: the micro-batch {has}; expected a name or an index of its parts."
+                f"tokens({shown(self.key)}) finds no labels: the micro-batch {has}; expected a name or an index of "
+                "its parts."
             ) from None
 
 
@@ -75,7 +77,7 @@ class Weigher:
     def __init__(self, weight: str | Tokens | Callable[[Any], float], loss_fn: object = None) -> None:
         if weight != "samples" and not callable(weight):
             raise InvalidRequestError(
-                f"weight={weight!r} is unknown; expected 'samples', autoaccum.tokens('labels'), or a function "
+                f"weight={shown(weight)} is unknown; expected 'samples', autoaccum.tokens('labels'), or a function "
                 "batch -> number."
             )
         self._count = weight if callable(weight) else None
@@ -141,6 +143,6 @@ def _checked(weight: Any) -> float:
         number = math.nan
     if not math.isfinite(number) or number < 0:
         raise InvalidRequestError(
-            f"weight= gave {weight!r} for a micro-batch; expected a finite number >= 0: what its loss is a mean over."
+            f"weight= gave {shown(weight)} for a micro-batch; expected a finite number >= 0: what its loss is a mean over."
         )
     return number

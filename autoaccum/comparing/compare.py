@@ -5,9 +5,9 @@ from __future__ import annotations
 from autoaccum.comparing.conditions import environment_notes, refuse_unlike, request_notes
 from autoaccum.comparing.records import JUDGED, Comparison, Run
 from autoaccum.comparing.rows import headline_rows, setting_rows, trial_rows
-from autoaccum.comparing.words import printable
 from autoaccum.errors import InvalidRequestError
 from autoaccum.records import PlanRecord
+from autoaccum.units import one_line
 
 
 def compare(
@@ -29,7 +29,7 @@ def compare(
     Raises:
         InvalidRequestError: When the runs cannot be compared; the message lists what differs.
     """
-    names = f"{printable(base_name)} and {printable(new_name)}"
+    names = f"{one_line(base_name)} and {one_line(new_name)}"
     refuse_unlike(base, new, names)
     notes = environment_notes(base.environment, new.environment, names, allow_different_environments)
     rows = [*headline_rows(base, new, max_regression_frac)]
@@ -39,8 +39,8 @@ def compare(
     if not any(row.verdict in JUDGED for row in rows):
         raise InvalidRequestError(f"{names} have no measurement in common; probe both with the same sizes and budget.")
     return Comparison(
-        base_name=printable(base_name),
-        new_name=printable(new_name),
+        base_name=one_line(base_name),
+        new_name=one_line(new_name),
         max_regression_frac=max_regression_frac,
         passed=all(row.verdict != "regressed" for row in rows),
         rows=tuple(rows),

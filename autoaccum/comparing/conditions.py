@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from autoaccum.comparing.figures import chosen_in
 from autoaccum.comparing.records import Run
-from autoaccum.comparing.words import code_span, in_words, printable
+from autoaccum.comparing.words import code_span, in_words
 from autoaccum.errors import InvalidRequestError
 from autoaccum.records import Environment, PlanRecord
-from autoaccum.units import format_bytes, shown
+from autoaccum.units import format_bytes, one_line, shown
 
 
 def refuse_unlike(base: Run, new: Run, names: str) -> None:
@@ -94,4 +94,4 @@ def _differences(base: Mapping[str, object], new: Mapping[str, object]) -> dict[
 
 
 def _shown(value: object) -> str:
-    return shown(printable(value) if isinstance(value, str) else value)
+    return shown(one_line(value) if isinstance(value, str) else value)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 import msgspec
 
 from autoaccum.comparing.records import Run
-from autoaccum.comparing.words import printable
 from autoaccum.errors import InvalidRequestError
-from autoaccum.records import PlanRecord, ProbeResult, from_json, plain
-from autoaccum.units import shown
+from autoaccum.records import LARGEST, PlanRecord, ProbeResult, from_json, numbers_in, plain
+from autoaccum.units import one_line, shown
 
-_LARGEST = 2**62  # bytes, rows or seconds; what a signed 64-bit counter can still add up
 _NOT_COMPARED = ("memory", "prediction", "timeline")  # parts of a file whose numbers are not looked at
 _SHARE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)( ?%)?", re.ASCII)
 
@@ -63,20 +60,8 @@ def read_run(text: bytes | str, name: str) -> Run:
     try:
         run = from_json(text, kind)
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"{printable(name)}: {printable(str(error), 400)}") from None
+        raise InvalidRequestError(f"{one_line(name)}: {one_line(str(error), 400)}") from None
     used = {name: value for name, value in plain(run).items() if name not in _NOT_COMPARED}
-    if not all(0 <= number <= _LARGEST for number in _numbers(used)):
-        raise InvalidRequestError(f"{printable(name)}: a size, time or count is negative or beyond reason. Was it edited?")
+    if not all(0 <= number <= LARGEST for number in numbers_in(used)):
+        raise InvalidRequestError(f"{one_line(name)}: a size, time or count is negative or beyond reason. Was it edited?")
     return run
-
-
-def _numbers(value: object) -> Iterator[float]:
-    """Every number in plain dicts and lists."""
-    if isinstance(value, (int, float)):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _numbers(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _numbers(item)

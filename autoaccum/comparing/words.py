@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from autoaccum.records import Candidate, Levers
+from autoaccum.units import one_line
 
-_LONGEST_TEXT = 80
 _BREAKING = re.compile(r"[`|\\]")  # what could end a code span, or the table cell around it
 
 
@@ -23,11 +23,5 @@ def in_words(candidate: Candidate) -> str:
 
 def code_span(value: object) -> str:
     """Anything as a code span, in which nothing is markup."""
-    text = _BREAKING.sub("?", printable(str(value)))
+    text = _BREAKING.sub("?", one_line(str(value)))
     return f"`{text or '-'}`"
-
-
-def printable(text: str, most: int = _LONGEST_TEXT) -> str:
-    """One short line without characters that a terminal or a log would obey."""
-    line = "".join(char if char.isprintable() else "?" for char in " ".join(text[: 4 * most].split()))
-    return line if len(line) <= most else line[: most - 3] + "..."

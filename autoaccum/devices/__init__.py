@@ -10,6 +10,7 @@ from autoaccum.devices.cpu import CPU_ROWS, CpuDevice
 from autoaccum.devices.cuda import CUDA_ROWS, CudaDevice
 from autoaccum.devices.virtual import VirtualDevice
 from autoaccum.errors import InvalidRequestError
+from autoaccum.units import one_line, shown
 
 # One table for all devices: a CPU run can call a CUDA library, and an error is passed on from other machines.
 ERROR_ROWS = (*CUDA_ROWS, *ACCELERATOR_ROWS, *CPU_ROWS, *COMMON_ROWS)
@@ -35,7 +36,7 @@ def device_for(request: object, model_device: torch.device) -> AbstractDevice:
     if wanted.type != model_device.type or (wanted.index or 0) != (model_device.index or 0):
         raise InvalidRequestError(
             f"device={device.name} but the model is on {model_device}; expected both in one place. "
-            f"Move the model first: model.to({str(wanted)!r})."
+            f"Move the model first: model.to({shown(str(wanted))})."
         )
     return device
 
@@ -45,7 +46,8 @@ def _parsed(request: object) -> torch.device:
         device = torch.device(request)  # type: ignore[call-overload]
     except (RuntimeError, TypeError) as error:
         raise InvalidRequestError(
-            f'device={request!r} is not a device ({error}); expected "cpu", "cuda:0", "xpu:0", "mps" or "virtual:8GiB".'
+            f"device={shown(request)} is not a device ({one_line(str(error), 200)}); "
+            'expected "cpu", "cuda:0", "xpu:0", "mps" or "virtual:8GiB".'
         ) from None
     needs_index = device.index is None and device.type in ("cuda", "xpu")
     return torch.device(device.type, 0) if needs_index else device

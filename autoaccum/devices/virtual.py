@@ -21,7 +21,7 @@ from autoaccum.batches.structure import cloned, tensors_in
 from autoaccum.devices.base import AbstractDevice, Holder, Watch
 from autoaccum.errors import InvalidRequestError
 from autoaccum.shards import local_part
-from autoaccum.units import format_bytes, parse_size
+from autoaccum.units import format_bytes, parse_size, shown
 
 _BLOCK_BYTES = 512  # kMinBlockSize in c10/core/AllocatorConfig.h: every request is rounded up to it
 
@@ -183,7 +183,7 @@ class VirtualDevice(AbstractDevice):
     def __init__(self, capacity_bytes: int | str) -> None:
         size = parse_size(capacity_bytes, "capacity_bytes")
         if not isinstance(size, int):
-            raise InvalidRequestError(f"capacity_bytes={capacity_bytes!r} is a share; expected a size such as '8GiB'.")
+            raise InvalidRequestError(f"capacity_bytes={shown(capacity_bytes)} is a share; expected a size such as '8GiB'.")
         self._capacity_bytes = size
         self._limit_bytes = size
         self._tracker: StorageTracker | None = None

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autoaccum.errors import InvalidRequestError
+from autoaccum.units import shown
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -56,11 +57,11 @@ def _named(model: nn.Module, names: Sequence[str]) -> list[Block]:
     missing = [name for name in names if name not in known or not name]
     if missing:
         raise InvalidRequestError(
-            f"the model has no block {missing[0]!r}; expected names as model.named_modules() has them."
+            f"the model has no block {shown(missing[0])}; expected names as model.named_modules() has them."
         )
     nested = [name for name in names for other in names if name.startswith(f"{other}.")]
     if nested:
-        raise InvalidRequestError(f"block {nested[0]!r} lies inside another block of the list; name one of the two.")
+        raise InvalidRequestError(f"block {shown(nested[0])} lies inside another block of the list; name one of the two.")
     return [Block(name, known[name]) for name in dict.fromkeys(names)]
 
 

@@ -16,6 +16,7 @@ from autoaccum.levers.offload import Offload
 from autoaccum.levers.optimizer import OptimizerImpl
 from autoaccum.levers.precision import Precision
 from autoaccum.records import Levers, Skipped
+from autoaccum.units import shown
 
 LEVERS: tuple[AbstractLever, ...] = (Checkpointing(), Precision(), OptimizerImpl(), Offload())
 _BY_NAME = {lever.name: lever for lever in LEVERS}
@@ -155,16 +156,16 @@ def _of_levels(asked: Mapping[Any, Any]) -> tuple[dict[str, tuple[str, ...]], tu
         given = (levels,) if isinstance(levels, str) else tuple(levels) if isinstance(levels, (list, tuple, set)) else ()
         known = _BY_NAME[name].levels
         if not given or any(level not in known for level in given):
-            raise InvalidRequestError(f"levers={{{name!r}: {levels!r}}}: its levels are {', '.join(known)}.")
+            raise InvalidRequestError(f"levers={{{shown(name)}: {shown(levels)}}}: its levels are {', '.join(known)}.")
         found[name] = tuple(level for level in known if level in given)
     blocks = asked.get(_BLOCKS, ())
     if not isinstance(blocks, (list, tuple)) or not all(isinstance(name, str) for name in blocks):
-        raise InvalidRequestError(f"levers={{'blocks': {blocks!r}}}: expected a list of names of modules.")
+        raise InvalidRequestError(f"levers={{'blocks': {shown(blocks)}}}: expected a list of names of modules.")
     return found, tuple(blocks)
 
 
 def _unknown(asked: object) -> InvalidRequestError:
     return InvalidRequestError(
-        f'levers={asked!r} is no lever; expected "none", "exact", "all", one or several of {", ".join(_BY_NAME)}, '
+        f'levers={shown(asked)} is no lever; expected "none", "exact", "all", one or several of {", ".join(_BY_NAME)}, '
         "or {name: levels}."
     )

@@ -20,7 +20,7 @@ from autoaccum.request import Request, checked, largest_of_use
 from autoaccum.schedule import ladder, shares
 from autoaccum.tradeoffs.choosing import recomputation
 from autoaccum.tradeoffs.points import with_blocks
-from autoaccum.units import Share, format_bytes, parse_size
+from autoaccum.units import Share, format_bytes, parse_size, shown
 from autoaccum.workload import Workload
 
 
@@ -82,8 +82,8 @@ class Fitting:
         size = int(gpu.total_bytes * asked.frac) if isinstance(asked, Share) else asked
         if size > gpu.total_bytes:
             raise InvalidRequestError(
-                f"budget={self.request.budget!r} is larger than the {gpu.name}, which has {format_bytes(gpu.total_bytes)}; "
-                "lower it, or name another GPU."
+                f"budget={shown(self.request.budget)} is larger than the {gpu.name}, which has "
+                f"{format_bytes(gpu.total_bytes)}; lower it, or name another GPU."
             )
         return size
 

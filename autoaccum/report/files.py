@@ -6,6 +6,28 @@ import os
 import tempfile
 from pathlib import Path
 
+from autoaccum.errors import InvalidRequestError
+from autoaccum.units import format_bytes, shown
+
+MOST_BYTES = 32 * 2**20  # a plan with hundreds of trials takes one MiB
+
+
+def read_bounded(path: Path) -> bytes:
+    """What the file holds, as far as a run can be that large: /dev/zero and disk images are not taken into memory.
+
+    Raises:
+        InvalidRequestError: When it is larger than any run.
+        OSError: When it cannot be read.
+    """
+    with path.open("rb") as file:
+        found = file.read(MOST_BYTES + 1)
+    if len(found) > MOST_BYTES:
+        raise InvalidRequestError(
+            f"{shown(str(path), 200)} is larger than {format_bytes(MOST_BYTES)}, which no run is; "
+            "expected a file that autoaccum wrote."
+        )
+    return found
+
 
 def write_whole(path: Path, text: str) -> None:
     """Write the text to the file; a file that is there is replaced as a whole, or stays as it is on an error.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from html import escape
 
 # what neither HTML nor XML can hold: control characters, halves of surrogate pairs and the two that are no characters
-_NOT_SHOWN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_NOT_SHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
 class Markup(str):
@@ -16,9 +16,14 @@ class Markup(str):
     __slots__ = ()
 
 
+def without_controls(text: str) -> str:
+    """The text with a replacement sign for every character that a page cannot hold and a terminal would obey."""
+    return _NOT_SHOWN.sub("\ufffd", text)
+
+
 def escaped(text: str) -> Markup:
     """The text as markup that shows it, in an element or in quotes; markup stays as it is."""
-    return text if isinstance(text, Markup) else Markup(escape(_NOT_SHOWN.sub("\ufffd", text)))
+    return text if isinstance(text, Markup) else Markup(escape(without_controls(text)))
 
 
 def joined(parts: Iterable[str]) -> Markup:

@@ -9,7 +9,7 @@ from typing import Any
 
 from autoaccum.errors import InvalidRequestError, MissingExtraError
 from autoaccum.records import Phase, Timeline
-from autoaccum.units import format_bytes
+from autoaccum.units import format_bytes, shown
 
 _FORMATS = (".svg", ".png")
 _SHADES: dict[Phase, str] = {"data": "#ffffff", "forward": "#f2f2f2", "backward": "#e2e2e2", "optimizer": "#d0d0d0"}
@@ -25,9 +25,11 @@ def drawing_to(path: str | Path) -> Callable[[Timeline], None]:
     """
     target = Path(path)
     if target.suffix.lower() not in _FORMATS:
-        raise InvalidRequestError(f"picture={str(path)!r} cannot be drawn; expected a file name that ends in .svg or .png.")
+        raise InvalidRequestError(
+            f"picture={shown(str(path))} cannot be drawn; expected a file name that ends in .svg or .png."
+        )
     if not target.absolute().parent.is_dir():
-        raise InvalidRequestError(f"the folder of picture={str(path)!r} does not exist.")
+        raise InvalidRequestError(f"the folder of picture={shown(str(path))} does not exist.")
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -17,9 +18,13 @@ from autoaccum.records import (
     ProbeResult,
     Skipped,
 )
+from autoaccum.report.markup import without_controls
 from autoaccum.report.settings import setting_cells, setting_notes
 from autoaccum.report.tables import Cells, is_default, levers_in_words, timing_in_words, trial_cells, without_empty
 from autoaccum.units import format_bytes, format_seconds
+
+_MARKDOWN = re.compile(r"[\\`*_\[\]~|]")  # what means something in Markdown anywhere in a line
+_BLOCK = re.compile(r"^(\d{0,9})([#+=.)-])")  # and where one begins: an item of a list can be a heading or a list again
 
 _LIMITS = {
     "memory": "memory",
@@ -39,9 +44,8 @@ def check_text(result: CheckResult) -> str:
         f"  relative error {result.relative_error:.2g}, norm ratio {result.norm_ratio:.6g} "
         f"({rows} rows against {sum(result.micro_batch_sizes)}, {result.dtype})",
     ]
-    return "\n".join(
-        [*lines, *(f"  - {reason}" for reason in result.reasons), *(f"  note: {note}" for note in result.notes)]
-    )
+    lines += [*(f"  - {reason}" for reason in result.reasons), *(f"  note: {note}" for note in result.notes)]
+    return without_controls("\n".join(lines))
 
 
 def plan_lines(plan: PlanRecord) -> list[tuple[str, str]]:
@@ -50,7 +54,7 @@ def plan_lines(plan: PlanRecord) -> list[tuple[str, str]]:
     lines = plan_facts(plan)
     if found is not None:
         lines.append(("Not modelled", "; ".join(found.not_modelled)))
-    return lines + _environment_lines(plan.environment) + _outlook_lines(found.outlooks if found else ())
+    return _readable(lines + _environment_lines(plan.environment) + _outlook_lines(found.outlooks if found else ()))
 
 
 def plan_facts(plan: PlanRecord) -> list[tuple[str, str]]:
@@ -118,7 +122,12 @@ def _outlook_lines(outlooks: Sequence[Outlook]) -> list[tuple[str, str]]:
 
 def probe_lines(result: ProbeResult) -> list[tuple[str, str]]:
     """The probe's result as (what, value) pairs, in the order to read them."""
-    return probe_facts(result) + _environment_lines(result.environment)
+    return _readable(probe_facts(result) + _environment_lines(result.environment))
+
+
+def _readable(lines: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Names come from models, devices and files: what a terminal would obey is not among them."""
+    return [(without_controls(what), without_controls(value)) for what, value in lines]
 
 
 def probe_facts(result: ProbeResult) -> list[tuple[str, str]]:
@@ -162,7 +171,7 @@ def probe_markdown(result: ProbeResult) -> str:
 def _as_text(lines: Sequence[tuple[str, str]], warnings: Sequence[str]) -> str:
     width = max(len(what) for what, _ in lines)
     body = [f"{what:<{width}}  {value}" for what, value in lines]
-    return "\n".join(body + [f"{'Note':<{width}}  {text}" for text in warnings])
+    return without_controls("\n".join(body + [f"{'Note':<{width}}  {text}" for text in warnings]))
 
 
 def _as_markdown(*sections: Sequence[str]) -> str:
@@ -198,13 +207,13 @@ def _markdown_rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list
 
 
 def _markdown_list(texts: Sequence[str]) -> list[str]:
-    return [f"- {_cell(text)}" for text in texts]
+    return ["- " + _BLOCK.sub(r"\1\\\2", _cell(text)) for text in texts]
 
 
 def _cell(text: str) -> str:
-    """Text that cannot break out of a Markdown cell or smuggle HTML into a page."""
-    escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("|", "\\|")
-    return " ".join(escaped.split())
+    """Text that is shown as it is: it cannot break out of a Markdown cell, and is neither Markdown nor HTML."""
+    escaped = _MARKDOWN.sub(r"\\\g<0>", " ".join(without_controls(text).split()))
+    return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _sizes_in_words(sizes: Sequence[int]) -> str:

@@ -47,7 +47,17 @@ from autoaccum.records import (
 from autoaccum.report.following import Follower
 from autoaccum.request import Request, checked, sizes_of_use
 from autoaccum.schedule import shares, smallest
-from autoaccum.search import NOISE_FRAC, Standing, is_closed_by_convexity, propose, standing
+from autoaccum.search import (
+    NOISE_FRAC,
+    Line,
+    Standing,
+    is_closed_by_convexity,
+    line_through,
+    next_to_measure,
+    propose,
+    standing,
+)
+from autoaccum.search import Forecast as AnyForecast
 from autoaccum.session.bounds import bounds_of
 from autoaccum.session.clock import Clock
 from autoaccum.session.forecasts import Forecasts
@@ -58,6 +68,7 @@ from autoaccum.study import Study
 from autoaccum.tradeoffs.points import Point
 from autoaccum.workload import Workload
 
+_SHORT_S = 1.5  # trials that take no longer find the limit in the time of a trace, which takes 2 to 4 s even of small models
 _WORTH_PREDICTING = 3  # sizes; fewer are tried in less time than two traces take
 _AS_IT_IS = Levers()
 
@@ -221,11 +232,27 @@ class Search:
         """The trials under one position of the levers."""
         return [trial for trial in self.trials if trial.candidate.levers == levers]
 
-    def limit(self, levers: Levers, sizes: Sequence[int], tolerance_frac: float = 0.0, *, trust: bool = False) -> Standing:
-        """Search the largest of these sizes that fits under these levers; none may."""
+    def limit(
+        self,
+        levers: Levers,
+        sizes: Sequence[int],
+        tolerance_frac: float = 0.0,
+        *,
+        trust: bool = False,
+        needs_trace: bool = True,
+    ) -> Standing:
+        """Search the largest of these sizes that fits under these levers; none may.
+
+        Args:
+            trust: See `propose`.
+            needs_trace: A prediction is of use for more than this search.
+        """
         if self.listener is not None:
             self.listener.bounded(sizes[-1])
-        forecast = self.forecast(levers) if len(sizes) >= _WORTH_PREDICTING else None
+        forecast: AnyForecast | None = None
+        if len(sizes) >= _WORTH_PREDICTING and self.request.predict:
+            line = None if needs_trace else self._measured_line(levers, sizes)
+            forecast = self.forecast(levers) if line is None else line
         while not (self.time_is_up and standing(self.log_of(levers)).best is not None):
             size = propose(
                 self.log_of(levers),
@@ -241,6 +268,20 @@ class Search:
                 break
             self.probe(levers, size)
         return standing(self.log_of(levers))
+
+    def _measured_line(self, levers: Levers, sizes: Sequence[int]) -> Line | None:
+        """What small sizes say of larger ones, where trials are short; None where a trace takes less time than trials do."""
+        if not self.device.is_host:  # on others nothing was measured yet that would say what is short
+            return None
+        while (size := next_to_measure(self.log_of(levers), sizes, self.guide_bytes)) is not None:
+            trial = self.probe(levers, size)
+            line = line_through(self.log_of(levers), self.guide_bytes)
+            if not isinstance(trial.outcome, Fit) or trial.wall_s > _SHORT_S:
+                return None
+            if line is not None:
+                expected_s = trial.wall_s * max(1.0, line.crossing(self.guide_bytes) / size)
+                return line if expected_s <= _SHORT_S else None
+        return None
 
     def is_closed(self, levers: Levers, sizes: Sequence[int]) -> bool:
         """Whether the measured peaks alone show that the next size cannot fit."""
@@ -279,9 +320,13 @@ class Search:
     # -- running
 
     def probe(self, levers: Levers, size: int) -> Trial:
-        """Run one size: two optimizer steps of two micro-batches."""
+        """Run one size: an optimizer step of one micro-batch, then one of two."""
         windows = [[size] * MICRO_BATCHES_PER_WINDOW] * WINDOWS_PER_PROBE
-        return self._run(Candidate(micro_batch=size, levers=levers), windows, self._probe_feed, "probe").trial
+        # The second step has gradients, optimizer state and the next micro-batch at once; one micro-batch makes the state.
+        warm_up = None if self.together.is_needed else 1
+        return self._run(
+            Candidate(micro_batch=size, levers=levers), windows, self._probe_feed, "probe", warm_up=warm_up
+        ).trial
 
     def confirm(self, levers: Levers, schedule: Schedule, now: Standing | None = None) -> Trial | None:
         """Run the plan's own optimizer steps and time them; None when they do not fit after all, which lowers the ceiling.

@@ -21,6 +21,7 @@ from autoaccum.errors import InvalidRequestError
 from autoaccum.targets.demos import DEMOS
 from autoaccum.targets.functions import workload_from_function
 from autoaccum.targets.libraries import BAD_OPTION_ERRORS, hf_workload, torchvision_workload
+from autoaccum.units import one_line, shown
 from autoaccum.workload import Workload
 
 _EXPECTED = (
@@ -50,7 +51,7 @@ def load_target(text: str, *, without_values: bool = False) -> Workload:
             return _built_in(text, scheme, rest)
     location, colon, function = text.rpartition(":")
     if not colon or not location or not function:
-        raise InvalidRequestError(f"target {text!r} cannot be read; {_EXPECTED}.")
+        raise InvalidRequestError(f"target {shown(text, 200)} cannot be read; {_EXPECTED}.")
     return workload_from_function(location, function)
 
 
@@ -62,7 +63,7 @@ def _built_in(text: str, scheme: str, rest: str) -> Workload:
         case "torchvision":
             return torchvision_workload(name, _options(query))
     if name not in DEMOS:
-        raise InvalidRequestError(f"target {text!r} is not built in; expected demo:{' or demo:'.join(DEMOS)}.")
+        raise InvalidRequestError(f"target {shown(text, 200)} is not built in; expected demo:{' or demo:'.join(DEMOS)}.")
     return _built(text, DEMOS[name], _options(query))
 
 
@@ -70,7 +71,9 @@ def _built(text: str, build: Any, options: dict[str, Any]) -> Workload:
     try:
         workload = build(**options)
     except BAD_OPTION_ERRORS as error:  # only this package has run, so whatever is said is about the options
-        raise InvalidRequestError(f"target {text!r} cannot be built with these options: {error}") from None
+        raise InvalidRequestError(
+            f"target {shown(text, 200)} cannot be built with these options: {one_line(str(error), 400)}"
+        ) from None
     assert isinstance(workload, Workload)
     return workload
 
@@ -83,5 +86,5 @@ def _options(query: str) -> dict[str, Any]:
 def _value(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, a whole number of more than 4300 digits, or nested without end
         return text

@@ -8,7 +8,10 @@ from torch import Tensor, nn
 
 from autoaccum.batches.weights import tokens
 from autoaccum.errors import InvalidRequestError
+from autoaccum.units import shown
 from autoaccum.workload import Workload
+
+MOST_LAYERS = 10_000  # ten times as many as the deepest models that are trained
 
 # B rows, T positions, C channels, H heads, V vocabulary; images are B C Y X.
 
@@ -79,6 +82,7 @@ class ResidualBlock(nn.Module):
 
 def gpt(vocabulary: int = 16384, seq_len: int = 128, layers: int = 2, width: int = 256, heads: int = 4) -> Workload:
     """A small GPT; batches are {"input_ids", "labels"} of (B, T)."""
+    _refuse_endless("layers", layers)
     if width % heads:
         raise InvalidRequestError(f"width={width} cannot be divided over heads={heads}; expected a multiple of heads.")
     ids = torch.randint(vocabulary, (8, seq_len))
@@ -88,6 +92,7 @@ def gpt(vocabulary: int = 16384, seq_len: int = 128, layers: int = 2, width: int
 
 def resnet(image: int = 32, width: int = 32, blocks: int = 2, classes: int = 10) -> Workload:
     """A small ResNet with BatchNorm; batches are (images (B, 3, image, image), classes (B,))."""
+    _refuse_endless("blocks", blocks)
     stages: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
     channels = width
     for stage in range(3):
@@ -98,6 +103,11 @@ def resnet(image: int = 32, width: int = 32, blocks: int = 2, classes: int = 10)
     model = nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
     sample = (torch.randn(8, 3, image, image), torch.randint(classes, (8,)))
     return Workload(model, sample, loss_fn=F.cross_entropy)
+
+
+def _refuse_endless(name: str, number: int) -> None:
+    if number > MOST_LAYERS:
+        raise InvalidRequestError(f"{name}={shown(number)} would take hours to build; expected at most {MOST_LAYERS}.")
 
 
 DEMOS = {"gpt": gpt, "resnet": resnet}

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from autoaccum.errors import InvalidRequestError
+from autoaccum.units import one_line, shown
 from autoaccum.workload import Workload
 
 
@@ -25,11 +26,12 @@ def workload_from_function(location: str, function: str) -> Workload:
     build = getattr(module, function, None)
     if not callable(build):
         known = sorted(n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__)
+        listed = one_line(", ".join(known), 300) or "none"
         raise InvalidRequestError(
-            f"{location} has no function {function!r}; it has: {', '.join(known) or 'none'}. "
+            f"{one_line(location, 200)} has no function {shown(function)}; it has: {listed}. "
             "The function takes no arguments and returns an autoaccum.Workload or (model, sample)."
         )
-    return _as_workload(build(), f"{location}:{function}")
+    return _as_workload(build(), one_line(f"{location}:{function}", 200))
 
 
 def _as_workload(built: Any, name: str) -> Workload:
@@ -43,12 +45,12 @@ def _as_workload(built: Any, name: str) -> Workload:
 
 
 def _module_from_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise InvalidRequestError(f"there is no file {str(path)!r}; expected file.py:function.")
+    if not _is_file(path):
+        raise InvalidRequestError(f"there is no file {shown(str(path), 200)}; expected file.py:function.")
     name = path.stem if path.stem not in sys.modules else f"{path.stem} (target)"  # the user's types.py is not Python's
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise InvalidRequestError(f"{str(path)!r} is not a Python file; expected file.py:function.")
+        raise InvalidRequestError(f"{shown(str(path), 200)} is not a Python file; expected file.py:function.")
     sys.path.insert(0, str(path.parent.resolve()))  # as for a script: the modules beside the file can be imported
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -56,14 +58,21 @@ def _module_from_file(path: Path) -> ModuleType:
     return module
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file system takes, or a folder that may not be looked into
+        return False
+
+
 def _module_by_name(name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise InvalidRequestError(f"{name!r} is not the name of a module; expected package.module:function.")
+        raise InvalidRequestError(f"{shown(name)} is not the name of a module; expected package.module:function.")
     sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if name == missing or name.startswith(missing + "."):
-            raise InvalidRequestError(f"there is no module {name!r}; expected package.module:function.") from None
+            raise InvalidRequestError(f"there is no module {shown(name)}; expected package.module:function.") from None
         raise

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 
 from autoaccum.batches.weights import tokens
 from autoaccum.errors import InvalidRequestError, MissingExtraError
+from autoaccum.targets.demos import MOST_LAYERS
+from autoaccum.units import one_line, shown
 from autoaccum.workload import Workload
 
 # What code raises that was called with a value that it cannot use.
@@ -35,18 +37,23 @@ def hf_workload(model_type: str, options: dict[str, Any]) -> Workload:
     transformers = _imported("transformers", "hf")
     seq_len = options.pop("seq_len", 128)
     if not isinstance(seq_len, int) or seq_len < 1:
-        raise InvalidRequestError(f"seq_len={seq_len!r} is not possible; expected a whole number >= 1.")
+        raise InvalidRequestError(f"seq_len={shown(seq_len)} is not possible; expected a whole number >= 1.")
     try:
         _check_hf_names(transformers, model_type, options)
         config = transformers.AutoConfig.for_model(model_type, **options)
         if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id or 0  # T5's checkpoints set it, its bare config does not
+        layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+        if isinstance(layers, int) and layers > MOST_LAYERS:
+            raise InvalidRequestError(
+                f"hf:{model_type} with {shown(layers)} layers would take hours to build; expected at most {MOST_LAYERS}."
+            )
         auto = _language_model_class(transformers, config)
         model = None if auto is None else auto.from_config(config)
     except InvalidRequestError:
         raise
     except Exception as error:  # noqa: BLE001 - only the library has run, and its validators raise classes of their own
-        raise InvalidRequestError(f"transformers cannot build hf:{model_type} so: {str(error)[:500]}") from None
+        raise InvalidRequestError(f"transformers cannot build hf:{model_type} so: {one_line(str(error), 400)}") from None
     if model is None:
         raise InvalidRequestError(
             f"hf:{model_type} is not a language model; write a function that returns (model, sample) and name it "
@@ -63,13 +70,13 @@ def _check_hf_names(transformers: ModuleType, model_type: str, options: dict[str
     """Refuse what a config would take without a word: a misspelt option leaves the default, perhaps of 7 billion weights."""
     if model_type not in transformers.CONFIG_MAPPING:
         raise InvalidRequestError(
-            f"transformers has no model type {model_type!r}{_similar(model_type, transformers.CONFIG_MAPPING)}."
+            f"transformers has no model type {shown(model_type)}{_similar(model_type, transformers.CONFIG_MAPPING)}."
         )
     default = transformers.CONFIG_MAPPING[model_type]()
     for name in options:
         if not hasattr(default, name) and not hasattr(default, f"_{name}"):  # attn_implementation is kept as a private one
             raise InvalidRequestError(
-                f"the config of hf:{model_type} has no option {name!r}{_similar(name, default.to_dict())}."
+                f"the config of hf:{model_type} has no option {shown(name)}{_similar(name, default.to_dict())}."
             )
 
 
@@ -110,7 +117,7 @@ def torchvision_workload(name: str, options: dict[str, Any]) -> Workload:
     torchvision = _imported("torchvision", "vision")
     known = torchvision.models.list_models(module=torchvision.models)  # the others download a pretrained backbone
     if name not in known:
-        raise InvalidRequestError(f"torchvision has no classification model {name!r}{_similar(name, known)}.")
+        raise InvalidRequestError(f"torchvision has no classification model {shown(name)}{_similar(name, known)}.")
     try:
         image = int(options.pop("image", 224))
         model = torchvision.models.get_model(name, weights=None, **options)
@@ -118,7 +125,7 @@ def torchvision_workload(name: str, options: dict[str, Any]) -> Workload:
         with torch.no_grad():
             classes = int(model(torch.zeros(1, 3, image, image)).shape[-1])
     except BAD_OPTION_ERRORS as error:  # only the library has run, so whatever it says is about the options
-        raise InvalidRequestError(f"torchvision cannot build {name!r} so: {str(error)[:500]}") from None
+        raise InvalidRequestError(f"torchvision cannot build {shown(name)} so: {one_line(str(error), 400)}") from None
     model.train()
     sample = (torch.randn(4, 3, image, image), torch.randint(classes, (4,)))
     return Workload(model, sample, training_step=_classification_step)
@@ -135,5 +142,6 @@ def _imported(name: str, extra: str) -> ModuleType:
         return importlib.import_module(name)
     except (ImportError, RuntimeError, AttributeError) as error:  # torchvision built for another torch raises all three
         raise MissingExtraError(
-            f'{name} cannot be imported ({str(error)[:200]}). Install it: python -m pip install "autoaccum[{extra}]"'
+            f"{name} cannot be imported ({one_line(str(error), 200)}). "
+            f'Install it: python -m pip install "autoaccum[{extra}]"'
         ) from None

@@ -18,6 +18,7 @@ import msgspec
 from autoaccum.errors import AutoaccumError
 from autoaccum.records import OutOfMemory, PlanRecord, ProbeResult, Trial
 from autoaccum.report.following import Follower
+from autoaccum.units import shown
 from autoaccum.worker.messages import Bounded, Failed, Finished, Job, Message, Planned, Probed, Started
 
 # Cached oneDNN primitives hold memory for every shape that was tried: with one of them, convnet peaks are repeatable.
@@ -126,7 +127,7 @@ def _worker(job: Job) -> Iterator[subprocess.Popen[bytes]]:
     try:
         line = msgspec.json.encode(job) + b"\n"
     except UnicodeEncodeError:
-        raise WorkerError("refused", f"target {job.target!r} is not UTF-8 text; rename the file.", job.log) from None
+        raise WorkerError("refused", f"target {shown(job.target)} is not UTF-8 text; rename the file.", job.log) from None
     process = subprocess.Popen(
         [sys.executable, "-m", "autoaccum.worker"],
         stdin=subprocess.PIPE,

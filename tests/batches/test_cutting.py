@@ -485,3 +485,11 @@ def test_names_of_leaves() -> None:
         "c.second",
     ]
     assert [name_of(path) for path, _ in leaves_of(torch.zeros(1))] == ["batch"]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_rows_are_taken(dtype: torch.dtype) -> None:
+    """Whole numbers without a sign, as in 16-bit images, come out as they went in, the largest ones too."""
+    batch = torch.tensor([[1, 2], [3, torch.iinfo(dtype).max if dtype != torch.uint64 else 2**63]], dtype=dtype)
+    taken = take_rows(batch, find_layout(batch), 3)
+    assert taken.dtype == dtype and taken.tolist() == [*batch.tolist(), batch.tolist()[0]]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -534,3 +536,83 @@ def test_nested_tensor_is_refused() -> None:
     nested = torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)], layout=torch.jagged)
     with pytest.raises(InvalidRequestError, match=r"leaf 'x' is a nested tensor.*split="):
         find_layout({"x": nested})
+
+
+def nested_deep(depth: int, wrap: Callable[[Any], Any]) -> Any:
+    found: Any = zeros(B, 2)
+    for _ in range(depth):
+        found = wrap(found)
+    return found
+
+
+def holding_itself() -> list[Any]:
+    found: list[Any] = [zeros(B, 2)]
+    found.append(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        nested_deep(50_000, lambda inner: [inner]),
+        nested_deep(50_000, lambda inner: {"a": inner}),
+        nested_deep(101, lambda inner: (inner,)),
+        holding_itself(),
+    ],
+    ids=["lists", "mappings", "tuples", "itself"],
+)
+def test_endless_nesting_is_refused(batch: Any) -> None:
+    """A batch without end is refused in words, not by the interpreter's own limit."""
+    with pytest.raises(InvalidRequestError, match="nested more than 100 deep, or holds itself"):
+        find_layout(batch)
+
+
+def test_deep_nesting_is_read() -> None:
+    """Nesting as it may well occur is no obstacle."""
+    assert find_layout(nested_deep(50, lambda inner: {"a": inner})).rows == B
+
+
+def test_keys_that_read_alike_are_refused() -> None:
+    """Parts are known by what their keys read, so that 1 and "1" in one mapping cannot be told apart."""
+    with pytest.raises(InvalidRequestError, match="two parts named '1'"):
+        find_layout({1: zeros(4, 3), "1": zeros(4, 2)})
+
+
+def test_sparse_rows_are_refused() -> None:
+    """A sparse tensor that would be cut is refused with the remedy."""
+    with pytest.raises(InvalidRequestError, match="leaf 'x' is a sparse tensor"):
+        find_layout({"x": zeros(B, 2).to_sparse(), "y": zeros(B)})
+
+
+def test_sparse_table_is_passed_on() -> None:
+    """A sparse tensor that belongs to no row is no obstacle."""
+    layout = find_layout({"table": zeros(3, 2).to_sparse(), "x": zeros(B), "y": zeros(B)})
+    assert set(layout.cuts) == {("x",), ("y",)}
+
+
+@pytest.mark.parametrize("name", ["x" * 10**6, "\x1b[31m", "a\nb"], ids=["long", "escape", "lines"])
+@pytest.mark.parametrize("batch_dim", [None, {"z": 0}, 7])
+def test_error_with_names_is_one_short_line(name: str, batch_dim: Any) -> None:
+    """Names are shown shortened and without control characters, whatever is wrong."""
+    with pytest.raises(InvalidRequestError) as caught:
+        find_layout({name: zeros(3), "y": zeros(2)}, batch_dim)
+    assert len(str(caught.value)) < 1000 and str(caught.value).isprintable()
+
+
+def test_part_that_was_never_set_is_left_alone() -> None:
+    """A dataclass may have a part that is only set later."""
+
+    @dataclasses.dataclass
+    class Batch:
+        x: Tensor
+        later: Tensor = dataclasses.field(init=False)
+
+    assert find_layout(Batch(zeros(B, 2))) == Layout(B, {("x",): 0})
+
+
+def test_many_leaves_are_looked_at_once() -> None:
+    """Twenty thousand tensors in a list take a moment: no pair of them is compared."""
+    layout = find_layout([zeros(3)] * 20_000, "items")
+    begun_s = time.process_time()
+    refuse_doubtful_layout([zeros(3)] * 20_000, Layout(3, {(str(place),): 0 for place in range(20_000)}))
+    assert layout.rows == 20_000 and time.process_time() - begun_s < 10

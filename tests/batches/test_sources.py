@@ -630,3 +630,23 @@ def test_what_is_no_sample_is_named(sample: Any, said: str) -> None:
     """Nothing, a text or an empty collection is refused with what it is and what was expected."""
     with pytest.raises(InvalidRequestError, match=f"the sample is {said}; expected a batch"):
         source_of(sample)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        {"x": torch.zeros(3, 2), "y": torch.zeros(3), "table": torch.zeros(1, 1).expand(1, 10**15)},
+        torch.zeros(3, 1).expand(3, 10**15),
+        np.broadcast_to(np.zeros((3, 1)), (3, 10**14)),
+    ],
+    ids=["passed on whole", "rows", "array"],
+)
+def test_rows_larger_than_the_machine_are_refused(sample: Any) -> None:
+    """An expanded tensor holds one number and claims any size; a copy of a row of it would not fit anywhere."""
+    with pytest.raises(InvalidRequestError, match="a micro-batch of one row would take"):
+        source_of(sample)
+
+
+def test_many_rows_that_take_no_memory_are_none() -> None:
+    """An expanded tensor of any number of small rows is an example batch like another one."""
+    assert source_of(torch.zeros(1, 2).expand(10**12, 2)).take(3).shape == (3, 2)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from autoaccum.report.files import write_whole
+from autoaccum.errors import InvalidRequestError
+from autoaccum.report.files import read_bounded, write_whole
 
 
 def listed(folder: Path) -> list[str]:
@@ -111,3 +112,15 @@ def test_a_name_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     write_whole(Path("plan.json"), "new")
     assert (tmp_path / "plan.json").read_text() == "new" and listed(tmp_path) == ["plan.json"]
+
+
+def test_file_is_read_whole(tmp_path: Path) -> None:
+    """What a file holds comes as bytes."""
+    (tmp_path / "plan.json").write_bytes(b"\xff{}")
+    assert read_bounded(tmp_path / "plan.json") == b"\xff{}"
+
+
+def test_file_without_end_is_refused() -> None:
+    """A file that is larger than any run is not taken into memory."""
+    with pytest.raises(InvalidRequestError, match=r"'/dev/zero' is larger than 32\.00 MiB"):
+        read_bounded(Path("/dev/zero"))

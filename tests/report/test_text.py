@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import get_args
 
 import msgspec
 import pytest
+from markdown_it import MarkdownIt
 
 from autoaccum.records import CheckResult, Evidence, Levers, LimitedBy, PlanRecord, ProbeResult
 from autoaccum.report.text import check_text, plan_lines, plan_markdown, plan_text, probe_lines, probe_markdown
@@ -192,3 +194,65 @@ def test_text_of_a_check_that_is_not_exact() -> None:
         "  - The loss is a sum.",
         "  note: 20 rows did not fit.",
     ]
+
+
+MARKUP = [
+    "a \\| b \\",
+    "\\",
+    "**bold** _it_ ~~gone~~ `code`",
+    "``` fence",
+    "~~~",
+    "[link](javascript:alert) ![picture](http://x/y.png)",
+    "[a]: http://x",
+    "# heading",
+    "- item",
+    "+ item",
+    "1. item",
+    "12) item",
+    "> quote",
+    "---",
+    "===",
+    "<script>alert(1)</script> <!-- &lt;b&gt; &#60;",
+    "a\n\n# heading\n\n- item | b",
+]
+
+
+def kinds_of(markdown: str) -> list[str]:
+    """What a reader of GitHub's Markdown finds in it, but for the texts."""
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(markdown)
+    inner = [[part.type for part in token.children or () if part.type not in ("text", "text_special")] for token in tokens]
+    return [kind for token, parts in zip(tokens, inner, strict=True) for kind in (token.type, *parts)]
+
+
+def with_text(plan: PlanRecord, text: str) -> PlanRecord:
+    """The plan with the text wherever a text of others can stand."""
+    environment = msgspec.structs.replace(plan.environment, device=text, device_name=text, model=text, batch=text)
+    settings = tuple(msgspec.structs.replace(setting, note=text) for setting in plan.settings)
+    return changed(plan, environment=environment, settings=settings, warnings=(text, text), advice=(text,))
+
+
+@pytest.mark.parametrize("text", MARKUP)
+def test_text_is_no_markdown(plan: PlanRecord, text: str) -> None:
+    """A text that is Markdown adds no cell, block, link or emphasis to the report."""
+    assert kinds_of(plan_markdown(with_text(plan, text))) == kinds_of(plan_markdown(with_text(plan, "x")))
+
+
+@pytest.mark.parametrize("text", MARKUP[:-1])
+def test_text_in_markdown_is_read_back(plan: PlanRecord, text: str) -> None:
+    """A reader of the Markdown sees the text as it was, in a table and in a list."""
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(plan_markdown(with_text(plan, text)))
+    read = ["".join(part.content for part in token.children or ()) for token in tokens if token.type == "inline"]
+    assert read.count(text) >= len(plan.settings) + 3
+
+
+@pytest.mark.parametrize("show", [plan_text, plan_markdown])
+def test_terminal_is_not_told_anything(plan: PlanRecord, show: Callable[[PlanRecord], str]) -> None:
+    """Escape sequences and other control characters in names and warnings are shown as signs that they were there."""
+    text = show(with_text(plan, "\x1b]0;title\x07 \x08\x9b31m \rover"))
+    assert all(char.isprintable() or char in "\n\t" for char in text) and "\ufffd" in text
+
+
+def test_check_tells_a_terminal_nothing() -> None:
+    """The names of layers in the reasons of a check are only shown."""
+    result = CheckResult(exact=False, relative_error=1.0, norm_ratio=1.0, reasons=("\x1b[2J",), notes=("\x07",))
+    assert "\x1b" not in check_text(result) and "\x07" not in check_text(result)

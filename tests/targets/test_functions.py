@@ -204,3 +204,10 @@ def test_a_library_missing_inside_a_module_is_the_users_error(folder: Path) -> N
     (folder / "needs_more.py").write_text("import no_such_library\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):
         load_target("needs_more:build")
+
+
+@pytest.mark.parametrize("place", ["a" * 300 + ".py", "x/" * 3000 + "y.py", "a\x00.py"], ids=["name", "path", "zero"])
+def test_path_that_no_system_takes_is_no_file(place: str) -> None:
+    """A name that the file system refuses is a file that is not there."""
+    with pytest.raises(InvalidRequestError, match="there is no file"):
+        load_target(f"{place}:build")

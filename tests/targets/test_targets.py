@@ -70,3 +70,30 @@ def test_the_last_colon_separates_the_function(tmp_path: Path) -> None:
     file = tmp_path / "with:colon.py"
     file.write_text("import torch\ndef build():\n    return torch.nn.Linear(3, 2), torch.randn(2, 3)\n")
     assert load_target(f"{file}:build").num_trainable == 8
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["9" * 5000, "[" * 100_000, "nan", "1e999999", "-" + "9" * 10_000],
+    ids=["digits", "nesting", "nan", "infinity", "negative"],
+)
+def test_option_that_no_number_can_hold_is_refused(text: str) -> None:
+    """A value that JSON readers choke on is an option like any other that a demo cannot use."""
+    with pytest.raises(InvalidRequestError, match="cannot be built with these options"):
+        load_target(f"demo:gpt?layers={text}")
+
+
+@pytest.mark.parametrize("text", ["demo:gpt?layers=1000000000", "demo:resnet?blocks=10001"])
+def test_endless_model_is_refused(text: str) -> None:
+    """So many layers that building them would not end are refused before the first one."""
+    with pytest.raises(InvalidRequestError, match="expected at most 10000"):
+        load_target(text)
+
+
+@pytest.mark.parametrize("filler", ["x" * 10**6, "\x1b[31m\n", "%1b%0a", "\x00"], ids=["long", "escape", "quoted", "zero"])
+@pytest.mark.parametrize("form", ["{}", "{}:f", "demo:{}", "demo:gpt?{}=1", "{}.py:f", "os:{}", "hf:{}"])
+def test_error_about_a_target_is_one_short_line(form: str, filler: str) -> None:
+    """The text is shown shortened and without control characters, whatever is wrong with it."""
+    with pytest.raises(InvalidRequestError) as caught:
+        load_target(form.format(filler))
+    assert len(str(caught.value)) < 1000 and str(caught.value).isprintable()
