@@ -62,13 +62,9 @@ def measured(name: str, tools: Sequence[str], kind: str, log: Path) -> dict[str,
 
     plain = limit(1, case.guess)
     limits = {"plain": plain, "accumulating": limit(2, max(1, plain))}
-    found: dict[str, Any] = {
-        "case": name,
-        "room_bytes": case.room_bytes,
-        "target_batch": case.target_batch,
-        "limits": limits,
-    }
-    found["tools"], known = {}, {}
+    found: dict[str, Any] = {"case": name, "room_bytes": case.room_bytes, "target_batch": case.target_batch}
+    found |= {"limits": limits, "tools": {}}
+    known: dict[tuple[int, bool], dict[str, Any]] = {}
     for tool_name in tools:
         tool = TOOLS[tool_name]
         if tool.version() is None:

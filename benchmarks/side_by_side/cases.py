@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from math import ceil, log2
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils.data import Dataset
 Batch = dict[str, Tensor]
 _DATA_ROWS = 32768  # above every size that is tried: Lightning's binsearch does not end once it reaches the data's length
 _CLASSES = 10
+_WANTED = 8  # times what fits: a batch for which gradients have to be accumulated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,10 +191,10 @@ def _case(
     row: Callable[[], Batch],
     optimizer: type[torch.optim.Optimizer],
     room_mib: int,
-    target_batch: int,
     guess: int,
 ) -> tuple[str, Case]:
     room_bytes = room_mib * 2**20
+    target_batch = 2 ** ceil(log2(_WANTED * guess))
     return name, Case(
         name=name,
         build=build,
@@ -206,21 +208,21 @@ def _case(
 
 CASES: dict[str, Case] = dict(
     [
-        _case("gpt-long-adamw", partial(_gpt, 2, 64, 512), partial(_text, 512), _ADAMW, 100, 8, 3),
-        _case("gpt-adamw", partial(_gpt, 2, 64, 64), partial(_text, 64), _ADAMW, 150, 128, 80),
-        _case("gpt-sgd", partial(_gpt, 2, 64, 64), partial(_text, 64), _SGD, 300, 256, 160),
-        _case("bert-adamw", partial(_bert, 2, 64, 64), partial(_text, 64), _ADAMW, 150, 128, 80),
-        _case("bert-sgd", partial(_bert, 2, 64, 32), partial(_text, 32), _SGD, 300, 512, 300),
-        _case("llama-adamw", partial(_llama, 2, 64, 128), partial(_text, 128), _ADAMW, 150, 64, 40),
-        _case("llama-sgd", partial(_llama, 2, 64, 64), partial(_text, 64), _SGD, 300, 256, 160),
-        _case("vit-adamw", partial(_vit, 2, 64, 32), partial(_image, 32), _ADAMW, 150, 256, 120),
-        _case("vit-sgd", partial(_vit, 2, 64, 16), partial(_image, 16), _SGD, 250, 1024, 700),
-        _case("resnet-adamw", partial(_resnet, 16), partial(_image, 64), _ADAMW, 200, 256, 150),
-        _case("resnet-sgd", partial(_resnet, 16), partial(_image, 32), _SGD, 200, 1024, 600),
-        _case("lstm-adamw", Lstm, partial(_series, 64), _ADAMW, 200, 1024, 700),
-        _case("lstm-sgd", Lstm, partial(_series, 32), _SGD, 300, 4096, 2000),
-        _case("unet-adamw", UNet, partial(_pixels, 128), _ADAMW, 250, 32, 12),
-        _case("unet-sgd", UNet, partial(_pixels, 64), _SGD, 250, 128, 60),
+        _case("gpt-long-adamw", partial(_gpt, 2, 64, 512), partial(_text, 512), _ADAMW, 100, 3),
+        _case("gpt-adamw", partial(_gpt, 2, 64, 64), partial(_text, 64), _ADAMW, 150, 80),
+        _case("gpt-sgd", partial(_gpt, 2, 64, 64), partial(_text, 64), _SGD, 300, 160),
+        _case("bert-adamw", partial(_bert, 2, 64, 64), partial(_text, 64), _ADAMW, 150, 80),
+        _case("bert-sgd", partial(_bert, 2, 64, 32), partial(_text, 32), _SGD, 300, 300),
+        _case("llama-adamw", partial(_llama, 2, 64, 128), partial(_text, 128), _ADAMW, 150, 40),
+        _case("llama-sgd", partial(_llama, 2, 64, 64), partial(_text, 64), _SGD, 300, 160),
+        _case("vit-adamw", partial(_vit, 2, 64, 32), partial(_image, 32), _ADAMW, 150, 120),
+        _case("vit-sgd", partial(_vit, 2, 64, 16), partial(_image, 16), _SGD, 250, 700),
+        _case("resnet-adamw", partial(_resnet, 16), partial(_image, 64), _ADAMW, 200, 150),
+        _case("resnet-sgd", partial(_resnet, 16), partial(_image, 32), _SGD, 200, 600),
+        _case("lstm-adamw", Lstm, partial(_series, 64), _ADAMW, 200, 700),
+        _case("lstm-sgd", Lstm, partial(_series, 32), _SGD, 300, 2000),
+        _case("unet-adamw", UNet, partial(_pixels, 128), _ADAMW, 250, 12),
+        _case("unet-sgd", UNet, partial(_pixels, 64), _SGD, 250, 60),
     ]
 )
 SMALL = ("gpt-long-adamw", "lstm-adamw")

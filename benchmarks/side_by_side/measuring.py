@@ -114,8 +114,8 @@ def _accumulated(setting: Setting, rows: int, micro_batches: int) -> dict[str, A
 def trains(case: Case, rows: int, accumulates: bool, cap: Cap) -> dict[str, Any]:
     """Whether the answer trains 20 optimizer steps under the cap, and how many samples each of them took.
 
-    With a tool that accumulates: through its `Accumulator`, with windows of two micro-batches of this size, and a last window
-    of the batch that is wanted. Else: the plain loop, with this size as the batch.
+    With a tool that accumulates: through its `Accumulator`, with windows of two micro-batches of this size, and a last
+    window of the batch that is wanted. Else: the plain loop, with this size as the batch.
     """
 
     def plainly(setting: Setting) -> dict[str, Any]:

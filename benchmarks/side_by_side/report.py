@@ -43,7 +43,9 @@ PAIR_COLUMNS = [
 def markdown(report: dict[str, Any]) -> str:
     """The whole report."""
     pairs = report["pairs"]
-    return "\n".join([*_head(report), *_summary(pairs), *_notes(), *(line for pair in pairs for line in _of_pair(pair))])
+    return "\n".join(
+        [*_head(report), *_summary(pairs), NOTES, *_not_shown(), *(line for pair in pairs for line in _of_pair(pair))]
+    )
 
 
 def _head(report: dict[str, Any]) -> Iterator[str]:
@@ -51,19 +53,26 @@ def _head(report: dict[str, Any]) -> Iterator[str]:
     versions = ", ".join(f"{package} {number}" for package, number in environment["tools"].items() if number)
     settings = " ".join(f"{name}={value}" for name, value in environment["settings"].items())
     yield "# Finders of a batch size, side by side\n"
-    yield f"`python benchmarks/peers.py run`: {environment['system']}, {environment['libc']}, Python {environment['python']}, "
+    system = f"{environment['system']}, {environment['libc']}, Python {environment['python']}"
+    yield f"`python benchmarks/peers.py run`: {system}, "
     yield f"torch {environment['torch']}, on {report['device']}; {versions}. All processes: `{settings}`, no oneDNN.\n"
 
 
-def _notes() -> Iterator[str]:
-    yield "An answer is exact when it is the true limit of the loop that it is for: of two micro-batches in each optimizer step"
-    yield "for a tool that accumulates, of one batch in each step for the others. The true limit was found by doubling steps and"
-    yield "bisection over processes of their own, each of which trained 3 real optimizer steps under the cap: the limit passed"
-    yield "and the next size did not. (Trying every size would take days; sizes in between were not all run.)\n"
-    yield "An answer trains when 20 optimizer steps of it ran in a new process under the same cap. The effective batch is kept"
-    yield "when an optimizer step takes as many samples as were wanted. State: weights, buffers, gradients, modes, optimizer and"
-    yield "random numbers to the bit; a tool whose documentation has the model made anew for each size keeps no state to"
-    yield "compare. Refused: passes and optimizer steps that ran out of memory. Seconds are those of the search alone.\n"
+NOTES = """\
+An answer is exact when it is the true limit of the loop that it is for: of two micro-batches in each optimizer step for a
+tool that accumulates, of one batch in each step for the others. The true limit was found by doubling steps and bisection over
+processes of their own, each of which trained 3 real optimizer steps under the cap: the limit passed and the next size did
+not. (Trying every size would take days; sizes in between were not all run.)
+
+An answer trains when 20 optimizer steps of it ran in a new process under the same cap. The effective batch is kept when an
+optimizer step takes as many samples as were wanted. State: weights, buffers, gradients, modes, optimizer and random numbers
+to the bit; where a tool's documentation has the model made anew for each size there is no state to compare. Refused: passes
+and optimizer steps that ran out of memory. Seconds are those of the search alone; what a tool loads at its first call was
+loaded before. The processor's seconds are of the search and its own processes.
+"""
+
+
+def _not_shown() -> Iterator[str]:
     yield "Not shown: " + "; ".join(f"{name} ({reason})" for name, reason in NOT_SHOWN.items()) + ".\n"
 
 

@@ -1,8 +1,8 @@
 """How each tool is asked for the largest batch, the way its own documentation shows.
 
-Tools whose documentation wraps the user's training (accelerate, toma, torch-max-mem) get a training of three optimizer steps,
-as many as Lightning takes for a size, the fewest in which one comes after the optimizer's state exists. The size a user
-starts from is the batch that is wanted, unless the documentation has another.
+Tools whose documentation wraps the user's training (accelerate, toma, torch-max-mem) get a training of three optimizer
+steps, as many as Lightning takes for a size, and as the true limit is of. The size a user starts from is the batch that is
+wanted, unless the documentation has another.
 """
 
 from __future__ import annotations
@@ -93,9 +93,8 @@ def autoaccum_probe(setting: Setting) -> int | None:
     import autoaccum
     from autoaccum.devices import device_for
 
-    budget = device_for(None, setting.device).held_bytes([*setting.model.parameters()]) + setting.cap.left_bytes(
-        setting.case.room_bytes
-    )
+    held_bytes = device_for(None, setting.device).held_bytes([*setting.model.parameters()])
+    budget = held_bytes + setting.cap.left_bytes(setting.case.room_bytes)
     if setting.device.type == "cpu":
         budget += _OWN_PAGES_BYTES
     result = autoaccum.probe(

@@ -13,13 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-_OOM_TEXTS = (
-    "can't allocate memory",
-    "out of memory",
-    "could not create a primitive",
-    "could not create a memory",
-    "bad_alloc",
-)
+_OOM_TEXTS = ("can't allocate memory", "out of memory", "could not create a primitive", "bad_alloc")
 
 _COUNTED = "_counted_as_oom"
 
@@ -88,7 +82,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State
         "buffers": _mark(dict(model.named_buffers())),
         "gradients": _mark({name: parameter.grad for name, parameter in model.named_parameters()}),
         "mode": _mark([module.training for module in model.modules()]),
-        "random numbers": _mark([torch.get_rng_state(), random.getstate(), np.random.get_state()]),  # noqa: NPY002
+        "random numbers": _mark([torch.get_rng_state(), random.getstate(), np.random.get_state()]),
     }
     if torch.cuda.is_initialized():
         parts["random numbers on the GPU"] = _mark(torch.cuda.get_rng_state_all())
