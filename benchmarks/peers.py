@@ -32,12 +32,22 @@ from side_by_side.measuring import search, steps_fit, trains, true_limit, try_on
 from side_by_side.report import markdown
 from side_by_side.tools import SMALL_TOOLS, TOOLS, quiet
 
+from autoaccum.prediction.trace import load_fake_tensors
+
 RESULTS = Path(__file__).parent / "results"
 SEARCH_LIMIT_S, TRAINING_LIMIT_S, TRY_LIMIT_S = 120.0, 240.0, 60.0
 # One thread: copies of a process have no other. No oneDNN: where it is refused memory it ends the process, whichever tool
-# has called it. Python's own small objects are not what the cap is for, so hashing is the same in all processes.
+# has called it.
 ENVIRONMENT = {**ALLOCATOR, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-LOADED = ("transformers", "accelerate.utils", "lightning.pytorch.tuner", "batch_probe", "batch_finder", "toma")
+LOADED = (
+    "transformers.trainer",
+    "accelerate",
+    "lightning.pytorch.tuner",
+    "batch_probe",
+    "batch_finder",
+    "toma",
+    "torch_max_mem",
+)
 
 
 def measured(name: str, tools: Sequence[str], kind: str, log: Path) -> dict[str, Any]:
@@ -88,13 +98,7 @@ def _load() -> None:
         try:
             importlib.import_module(module)
         except ImportError:
-            continue
-    from transformers import Trainer  # noqa: F401 - loaded at its first use otherwise
-
-    import autoaccum
-    from autoaccum.prediction.trace import load_fake_tensors
-
-    assert autoaccum.probe
+            print(f"{module} is not installed", file=sys.stderr)
     load_fake_tensors()
 
 

@@ -208,21 +208,21 @@ def _case(
 
 CASES: dict[str, Case] = dict(
     [
-        _case("gpt-long-adamw", partial(_gpt, 2, 64, 512), partial(_text, 512), _ADAMW, 100, 3),
-        _case("gpt-adamw", partial(_gpt, 2, 64, 64), partial(_text, 64), _ADAMW, 150, 80),
-        _case("gpt-sgd", partial(_gpt, 2, 64, 64), partial(_text, 64), _SGD, 300, 160),
-        _case("bert-adamw", partial(_bert, 2, 64, 64), partial(_text, 64), _ADAMW, 150, 80),
-        _case("bert-sgd", partial(_bert, 2, 64, 32), partial(_text, 32), _SGD, 300, 300),
-        _case("llama-adamw", partial(_llama, 2, 64, 128), partial(_text, 128), _ADAMW, 150, 40),
-        _case("llama-sgd", partial(_llama, 2, 64, 64), partial(_text, 64), _SGD, 300, 160),
-        _case("vit-adamw", partial(_vit, 2, 64, 32), partial(_image, 32), _ADAMW, 150, 120),
-        _case("vit-sgd", partial(_vit, 2, 64, 16), partial(_image, 16), _SGD, 250, 700),
-        _case("resnet-adamw", partial(_resnet, 16), partial(_image, 64), _ADAMW, 200, 150),
-        _case("resnet-sgd", partial(_resnet, 16), partial(_image, 32), _SGD, 200, 600),
-        _case("lstm-adamw", Lstm, partial(_series, 64), _ADAMW, 200, 700),
-        _case("lstm-sgd", Lstm, partial(_series, 32), _SGD, 300, 2000),
-        _case("unet-adamw", UNet, partial(_pixels, 128), _ADAMW, 250, 12),
-        _case("unet-sgd", UNet, partial(_pixels, 64), _SGD, 250, 60),
+        _case("gpt-long-adamw", partial(_gpt, 2, 64, 512), partial(_text, 512), _ADAMW, 120, 3),
+        _case("gpt-adamw", partial(_gpt, 2, 64, 64), partial(_text, 64), _ADAMW, 150, 82),
+        _case("gpt-sgd", partial(_gpt, 2, 64, 64), partial(_text, 64), _SGD, 100, 57),
+        _case("bert-adamw", partial(_bert, 2, 64, 64), partial(_text, 64), _ADAMW, 100, 70),
+        _case("bert-sgd", partial(_bert, 2, 64, 32), partial(_text, 32), _SGD, 120, 190),
+        _case("llama-adamw", partial(_llama, 2, 64, 128), partial(_text, 128), _ADAMW, 100, 40),
+        _case("llama-sgd", partial(_llama, 2, 64, 64), partial(_text, 64), _SGD, 60, 48),
+        _case("vit-adamw", partial(_vit, 2, 64, 32), partial(_image, 32), _ADAMW, 100, 160),
+        _case("vit-sgd", partial(_vit, 2, 64, 16), partial(_image, 16), _SGD, 80, 500),
+        _case("resnet-adamw", partial(_resnet, 16), partial(_image, 64), _ADAMW, 50, 140),
+        _case("resnet-sgd", partial(_resnet, 16), partial(_image, 32), _SGD, 60, 600),
+        _case("lstm-adamw", Lstm, partial(_series, 64), _ADAMW, 70, 390),
+        _case("lstm-sgd", Lstm, partial(_series, 32), _SGD, 165, 1950),
+        _case("unet-adamw", UNet, partial(_pixels, 128), _ADAMW, 120, 5),
+        _case("unet-sgd", UNet, partial(_pixels, 64), _SGD, 30, 23),
     ]
 )
 SMALL = ("gpt-long-adamw", "lstm-adamw")

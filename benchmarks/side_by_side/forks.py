@@ -37,6 +37,7 @@ def in_fork(job: Callable[[], dict[str, Any]], limit_s: float, log: Path) -> dic
 
 def _run(job: Callable[[], dict[str, Any]], writing: int, log: Path) -> None:
     """Never returns."""
+    os.setsid()  # what it starts itself is ended with it
     with log.open("a") as shown:
         os.dup2(shown.fileno(), 1)
         os.dup2(shown.fileno(), 2)
@@ -58,7 +59,7 @@ def _awaited(pid: int, reading: int, limit_s: float) -> dict[str, Any]:
     while True:
         ready, _, _ = select.select([reading], [], [], max(0.0, end - time.monotonic()))
         if not ready:
-            os.kill(pid, signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             return {"error": f"not done after {limit_s:.0f} s", "timed_out": True}
         part = os.read(reading, 65536)

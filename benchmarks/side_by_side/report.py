@@ -60,9 +60,9 @@ def _head(report: dict[str, Any]) -> Iterator[str]:
 
 NOTES = """\
 An answer is exact when it is the true limit of the loop that it is for: of two micro-batches in each optimizer step for a
-tool that accumulates, of one batch in each step for the others. The true limit was found by doubling steps and bisection over
-processes of their own, each of which trained 3 real optimizer steps under the cap: the limit passed and the next size did
-not. (Trying every size would take days; sizes in between were not all run.)
+tool that accumulates, of one batch in each step for the others. The true limit was found by doubling steps and bisection
+over processes of their own, each of which trained 3 real optimizer steps under the cap: the limit passed and the next size
+did not. (Trying every size would take days; sizes in between were not all run.)
 
 An answer trains when 20 optimizer steps of it ran in a new process under the same cap. The effective batch is kept when an
 optimizer step takes as many samples as were wanted. State: weights, buffers, gradients, modes, optimizer and random numbers
