@@ -35,7 +35,7 @@ from side_by_side.tools import SMALL_TOOLS, TOOLS, quiet
 from autoaccum.prediction.trace import load_fake_tensors
 
 RESULTS = Path(__file__).parent / "results"
-SEARCH_LIMIT_S, TRAINING_LIMIT_S, TRY_LIMIT_S = 120.0, 240.0, 60.0
+SEARCH_LIMIT_S, TRAINING_LIMIT_S, TRY_LIMIT_S = 300.0, 600.0, 300.0  # many times what they take on an idle machine
 # One thread: copies of a process have no other. No oneDNN: where it is refused memory it ends the process, whichever tool
 # has called it.
 ENVIRONMENT = {**ALLOCATOR, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
@@ -66,6 +66,10 @@ def measured(name: str, tools: Sequence[str], kind: str, log: Path) -> dict[str,
     def limit(micro_batches: int, guess: int) -> int:
         def fits(rows: int) -> bool:
             said = in_fork(lambda: steps_fit(case, rows, micro_batches, cap), TRY_LIMIT_S, log)
+            if said.get("timed_out"):
+                raise TimeoutError(
+                    f"{name}: training at {rows} rows was {said['error']}, so that the true limit is not known"
+                )
             return bool(said.get("fits"))
 
         return true_limit(guess, fits)

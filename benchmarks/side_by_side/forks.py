@@ -55,19 +55,29 @@ def _run(job: Callable[[], dict[str, Any]], writing: int, log: Path) -> None:
 
 
 def _awaited(pid: int, reading: int, limit_s: float) -> dict[str, Any]:
-    said, end = b"", time.monotonic() + limit_s
-    while True:
-        ready, _, _ = select.select([reading], [], [], max(0.0, end - time.monotonic()))
-        if not ready:
-            os.killpg(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+    try:
+        said = _heard(reading, limit_s)
+    except BaseException as error:
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        if isinstance(error, TimeoutError):
             return {"error": f"not done after {limit_s:.0f} s", "timed_out": True}
-        part = os.read(reading, 65536)
-        if not part:
-            break
-        said += part
+        raise
     _, status = os.waitpid(pid, 0)
     if said:
         return dict(json.loads(said))
     code = os.waitstatus_to_exitcode(status)
     return {"error": f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"}
+
+
+def _heard(reading: int, limit_s: float) -> bytes:
+    """All that the copy says until it ends."""
+    said, end = b"", time.monotonic() + limit_s
+    while True:
+        ready, _, _ = select.select([reading], [], [], max(0.0, end - time.monotonic()))
+        if not ready:
+            raise TimeoutError
+        part = os.read(reading, 65536)
+        if not part:
+            return said
+        said += part

@@ -44,8 +44,7 @@ _TINY = Case(
 def search(case: Case, tool: Tool, cap: Cap) -> dict[str, Any]:
     """One search under the cap, with what it took and what it left."""
     setting = _setting(case, cap)
-    if cap.device.type != "cpu":
-        try_on_tiny(tool, cap)
+    try_on_tiny(tool, cap)  # here too: a copy of a process has its libraries' pages only when it uses them
     _warmed(case, setting.model, cap)
     counts = count(setting.model, case.optimizer)
     before = state_of(setting.model, setting.optimizer)
