@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from side_by_side.caps import ALLOCATOR, Cap, grow_arenas
+from side_by_side.caps import ALLOCATOR, Cap, grow_arenas, release
 from side_by_side.cases import CASES, SMALL
 from side_by_side.forks import in_fork
 from side_by_side.measuring import search, steps_fit, trains, true_limit, try_on_tiny
@@ -60,6 +60,7 @@ def measured(name: str, tools: Sequence[str], kind: str, log: Path) -> dict[str,
     if kind == "cpu":
         for tool in TOOLS.values():
             try_on_tiny(tool, Cap.from_here(device))
+    release(device)
     held = grow_arenas()
     cap = Cap.from_here(device)
 

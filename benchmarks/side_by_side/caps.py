@@ -15,7 +15,7 @@ import torch
 
 # glibc's default thresholds move while a process runs, so that the memory which one size takes depends on what ran before.
 # These are the ones that autoaccum sets while it searches, and that it tells its user to train with; here every process has
-# them from its start and again when the cap is set, for all tools alike.
+# them from its start, for all tools alike.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
 _MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}  # malloc.h
 
@@ -65,9 +65,6 @@ class Cap:
             finally:
                 torch.cuda.set_per_process_memory_fraction(1.0, self.device)
             return
-        if _has_glibc():
-            for name, value in ALLOCATOR.items():
-                ctypes.CDLL(None).mallopt(_MALLOPT[name], int(value))
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
         try:
@@ -82,12 +79,15 @@ class Cap:
 
 
 def release(device: torch.device) -> None:
-    """Give back what nothing holds any longer."""
+    """Give back what nothing holds any longer, and set the allocator as at the start: autoaccum leaves it otherwise."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif _has_glibc():
-        ctypes.CDLL(None).malloc_trim(0)
+        libc = ctypes.CDLL(None)
+        for name, value in ALLOCATOR.items():
+            libc.mallopt(_MALLOPT[name], int(value))
+        libc.malloc_trim(0)
 
 
 def _data_bytes() -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from side_by_side.caps import Cap
+from side_by_side.caps import Cap, release
 from side_by_side.cases import Case
 from side_by_side.tools import STEPS, Setting, Tool, train
 from side_by_side.watching import count, is_oom, state_of
@@ -91,6 +91,7 @@ def _setting(case: Case, cap: Cap) -> Setting:
 
 def _warmed(case: Case, model: nn.Module, cap: Cap) -> None:
     """One step of one row with a copy: what libraries take at their first use is held before the cap is set."""
+    release(cap.device)
     other = copy.deepcopy(model)
     train(other, case.optimizer_of(other.parameters()), case.batch(2, cap.device), 1)
 
