@@ -74,7 +74,7 @@ class _Rows(Dataset[Batch]):
 class Lstm(nn.Module):
     """Two layers of LSTM and a classifier at the last position."""
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 128) -> None:
         super().__init__()
         self.lstm = nn.LSTM(16, width, num_layers=2, batch_first=True)
         self.head = nn.Linear(width, _CLASSES)
@@ -219,8 +219,8 @@ CASES: dict[str, Case] = dict(
         _case("vit-sgd", partial(_vit, 2, 64, 16), partial(_image, 16), _SGD, 80, 500),
         _case("resnet-adamw", partial(_resnet, 16), partial(_image, 64), _ADAMW, 50, 140),
         _case("resnet-sgd", partial(_resnet, 16), partial(_image, 32), _SGD, 60, 600),
-        _case("lstm-adamw", Lstm, partial(_series, 64), _ADAMW, 70, 390),
-        _case("lstm-sgd", Lstm, partial(_series, 32), _SGD, 165, 1950),
+        _case("lstm-adamw", Lstm, partial(_series, 16), _ADAMW, 70, 390),
+        _case("lstm-sgd", Lstm, partial(_series, 8), _SGD, 165, 1950),
         _case("unet-adamw", UNet, partial(_pixels, 128), _ADAMW, 120, 5),
         _case("unet-sgd", UNet, partial(_pixels, 64), _SGD, 30, 23),
     ]

@@ -98,7 +98,11 @@ def autoaccum_probe(setting: Setting) -> int | None:
     if setting.device.type == "cpu":
         budget += _OWN_PAGES_BYTES
     result = autoaccum.probe(
-        setting.model, setting.batch(2), setting.case.target_batch, optimizer=setting.optimizer, budget=budget
+        setting.model,
+        setting.batch(2),
+        optimizer=setting.optimizer,
+        budget=budget,
+        max_micro_batch=setting.case.target_batch,
     )
     return result.max_micro_batch
 
