@@ -219,10 +219,10 @@ CASES: dict[str, Case] = dict(
         _case("vit-sgd", partial(_vit, 2, 64, 16), partial(_image, 16), _SGD, 80, 500),
         _case("resnet-adamw", partial(_resnet, 16), partial(_image, 64), _ADAMW, 50, 140),
         _case("resnet-sgd", partial(_resnet, 16), partial(_image, 32), _SGD, 60, 600),
-        _case("lstm-adamw", Lstm, partial(_series, 16), _ADAMW, 70, 390),
+        _case("lstm-adamw", partial(Lstm, 256), partial(_series, 16), _ADAMW, 140, 390),
         _case("lstm-sgd", Lstm, partial(_series, 8), _SGD, 165, 1950),
         _case("unet-adamw", UNet, partial(_pixels, 128), _ADAMW, 120, 5),
         _case("unet-sgd", UNet, partial(_pixels, 64), _SGD, 30, 23),
     ]
 )
-SMALL = ("gpt-long-adamw", "lstm-adamw")
+SMALL = ("gpt-long-adamw", "llama-sgd")
