@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 STEPS = 3
-_OWN_PAGES_BYTES = 4 * 2**20  # 2 to 3 MiB were seen
+_OWN_PAGES_BYTES = 8 * 2**20  # 5 MiB were seen
 
 
 @dataclass
