@@ -76,7 +76,7 @@ SECTIONS = {
     "cards": Section("cards.run", 110, {"models": {"gpt": _TINY}, "cards_bytes": (2**21, 2**22, 2**40)}),
     "failures": Section("failures.run", 50, {}),
     "restored": Section("restored.run", 60, _ROOM),
-    "sweep": Section("speed.sweep", 90, {**_ROOM, "target_batch": 8}),
+    "sweep": Section("speed.sweep", 100, {**_ROOM, "target_batch": 4, "sweeping_s": 5.0}),
     "overhead": Section("speed.windows", 40, {"settings": ((8, 1, 16, 4),)}),
 }
 
@@ -103,18 +103,25 @@ def device_of(name: str) -> AbstractDevice:
 # -- in the process that starts them
 
 
-def run_section(name: str, device: str, limit_s: float) -> dict[str, Any]:
-    """What came of a section inside this time: its rows, and how it ended."""
+def run_section(name: str, command: Sequence[str], limit_s: float, variables: dict[str, str]) -> dict[str, Any]:
+    """What came of a section inside this time: its rows, and how it ended.
+
+    Args:
+        name: Of the section.
+        command: Writes the rows into the file that is named as its last argument, one in a line.
+        limit_s: Seconds after which it is killed, with all that it has started.
+        variables: Of its environment, besides this one's.
+    """
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         answers, errors = Path(folder) / "answers", Path(folder) / "errors"
         answers.touch()
         with errors.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, __file__, "--answer", name, str(answers), "--device", device],
+                [*command, str(answers)],
                 stdout=file,
                 stderr=file,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", **SECTIONS[name].environment},
+                env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
                 start_new_session=True,
             )
             ended = _ended(process, limit_s)
@@ -160,7 +167,8 @@ def run_all(names: Sequence[str], device: str, path: Path, about: dict[str, Any]
                 "said": "",
             }
         else:
-            found = run_section(name, device, min(left_s, SECTIONS[name].limit_s))
+            command = [sys.executable, __file__, "--device", device, "--answer", name]
+            found = run_section(name, command, min(left_s, SECTIONS[name].limit_s), SECTIONS[name].environment)
         report["sections"].append(found)
         report["seconds"] = round(time.monotonic() - begun, 1)
         write(report, path)

@@ -71,10 +71,11 @@ class ByAccumulator:
         return self.acc.step(batch).loss
 
 
-def timed(step: object, batch: object) -> float:
-    """Seconds of one call."""
+def timed(step: object, batch: object, device: AbstractDevice) -> float:
+    """Seconds of one call, until all that it has queued has run."""
     begun = time.perf_counter()
     step(batch)  # type: ignore[operator]
+    device.synchronize()
     return time.perf_counter() - begun
 
 
@@ -89,7 +90,7 @@ def compare(width: int, layers: int, rows: int, micro_batch: int, device: Abstra
     times: list[list[float]] = [[], []]
     for pair in range(PAIRS):
         for which in (0, 1) if pair % 2 else (1, 0):
-            times[which].append(timed(loops[which].step, batch))
+            times[which].append(timed(loops[which].step, batch, device))
     hand, own = (statistics.median(of_loop) for of_loop in times)
     extra = statistics.median(b - a for a, b in zip(*times, strict=True))
     steps = -(-rows // micro_batch)

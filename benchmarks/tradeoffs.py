@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from itertools import product
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -100,6 +101,7 @@ def sweep_on(
     device: object,
     budget: int,
     room_of: Callable[[Search, int], int] | None = None,
+    sweeping_s: float = inf,
 ) -> dict[str, Any]:
     """The chosen setting against the best of all that fit, both measured again in turn.
 
@@ -109,6 +111,7 @@ def sweep_on(
         device: As `autotune` takes it.
         budget: Inside which the setting is chosen.
         room_of: What a search and the target say that the others have to fit; None: the budget.
+        sweeping_s: Seconds after which no further setting is run.
     """
     begun = time.perf_counter()
     plan = tune_workload(load(), Request(target_batch=rows, levers="exact", budget=budget), device=device)
@@ -124,8 +127,12 @@ def sweep_on(
             for size in exploration.divisions
             if size * 16 >= exploration.divisions[-1]
         ]
-        for point in points:
+        begun, swept = time.perf_counter(), 0
+        for point in [chosen, *(point for point in points if point != chosen)]:
+            if time.perf_counter() - begun > sweeping_s:
+                break
             search.confirm(point.levers, exploration.schedule(point.micro_batch))
+            swept += 1
         measured = [one for one in exploration.measured() if one.peak_bytes <= room or one.point == chosen]
         best = min(measured, key=lambda one: one.timing.median_s)
         ratio = _paired(search, exploration, chosen, best.point)
@@ -133,6 +140,7 @@ def sweep_on(
         "target_batch": rows,
         "budget_bytes": budget,
         "settings": len(points),
+        "swept": swept,
         "fitting": len(measured),
         "chosen": f"{words(chosen.levers)}, micro-batch {chosen.micro_batch}",
         "best": f"{words(best.point.levers)}, micro-batch {best.point.micro_batch}",

@@ -16,12 +16,19 @@ from autoaccum.prediction.history import events_of
 from .common import emptied, is_cuda
 
 Entry = tuple[int, int, str]
+
+
+class NotEmptyError(Exception):
+    """The allocator cannot be emptied."""
+
+
 MOST_ENTRIES = 1_000_000
 ROWS = (4, 24, 9, 32, 17)
 
 
 def run(device: AbstractDevice) -> Iterator[dict[str, Any]]:
     """Training with batches of changing sizes: with all the memory there is, and where the cache has to be given back."""
+    place = device.torch_device
     if not is_cuda(device):
         yield {"not_run": "only torch's CUDA allocator records its history"}
         return
@@ -30,15 +37,33 @@ def run(device: AbstractDevice) -> Iterator[dict[str, Any]]:
     yield {"case": "all memory", **compared(entries, stats, settings, None)}
     if settings.expandable_segments:  # a fraction refuses these by other figures than what is mapped (see `replay`)
         return
-    total = device.total_bytes()
-    between = (stats["allocated_bytes.all.peak"] + stats["reserved_bytes.all.peak"]) // 2
-    fraction = between / total
-    torch.cuda.set_per_process_memory_fraction(fraction, device.torch_device)
+    case = {"case": "a cap under which the cache is given back"}
+    limit = flushing_limit(entries, stats, settings)
+    if limit is None:
+        yield {**case, "not_run": "the replay finds no cap at which this training flushes and still fits"}
+        return
+    total = torch.cuda.get_device_properties(place).total_memory  # what a fraction is a fraction of
+    torch.cuda.set_per_process_memory_fraction(limit / total, place)
     try:
         entries, stats = recorded(device)
+    except NotEmptyError as error:
+        yield {**case, "not_run": str(error)}
+        return
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device.torch_device)
-    yield {"case": "a cap between allocated and reserved", **compared(entries, stats, settings, int(fraction * total))}
+        torch.cuda.set_per_process_memory_fraction(1.0, place)
+    yield {**case, **compared(entries, stats, settings, int(limit / total * total))}
+
+
+def flushing_limit(entries: list[Entry], stats: dict[str, int], settings: AllocatorSettings) -> int | None:
+    """A cap under which these events take a flush and fit, as the replay has it; None where there is none."""
+    allocated, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+    events, sizes = events_of(entries)
+    for part in range(1, 16):
+        limit = reserved - (reserved - allocated) * part // 16
+        outcome = replay(events, sizes, settings=settings, limit_bytes=limit)
+        if outcome.fits and outcome.flushes:
+            return limit
+    return None
 
 
 def recorded(device: AbstractDevice) -> tuple[list[Entry], dict[str, int]]:
@@ -47,7 +72,7 @@ def recorded(device: AbstractDevice) -> tuple[list[Entry], dict[str, int]]:
     emptied(device)
     left = torch.cuda.memory_reserved(place)
     if left:
-        raise RuntimeError(f"the allocator is to be empty at the start, and has {left} bytes")
+        raise NotEmptyError(f"libraries keep {left} bytes, and a replay begins with none")
     torch.cuda.reset_peak_memory_stats(place)
     torch.cuda.reset_accumulated_memory_stats(place)
     torch.cuda.memory._record_memory_history(context=None, max_entries=MOST_ENTRIES, clear_history=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.devices.base import AbstractDevice
-from autoaccum.errors import MissingExtraError
+from autoaccum.errors import MissingExtraError, NothingFitsError
 from autoaccum.prediction.allocator import AllocatorSettings, replay
 from autoaccum.prediction.forecast import traced
 from autoaccum.preserve import preserved
@@ -84,8 +84,12 @@ def _of_model(device: AbstractDevice, name: str, build: Build, sizes: Sequence[i
     settings = AllocatorSettings.parse(os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     for rows in sizes:
         emptied(device)
+        try:
+            fit = measured(workload, device, rows)
+        except NothingFitsError:
+            yield {"model": name, "rows": rows, "not_run": "more than this card has"}
+            continue
         played = replay(found.growth.events, found.growth.sizes(rows).tolist(), settings=settings)
-        fit = measured(workload, device, rows)
         yield {
             "model": name,
             "rows": rows,
