@@ -39,7 +39,7 @@ from autoaccum.devices.base import AbstractDevice
 from autoaccum.devices.cuda import allocator_in_words, toolkit
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
-TOTAL_S = 470.0  # of all sections; what is around them takes a few seconds more
+TOTAL_S = 450.0  # of all sections; what is around them takes some ten seconds more
 LEAST_S = 5.0  # a section is not begun with less than this left
 NO_GPU = 3
 

@@ -59,6 +59,7 @@ def gpt() -> nn.Module:
         embd_pdrop=0.0,
         attn_pdrop=0.0,
         use_cache=False,
+        loss_type="ForCausalLM",
         bos_token_id=0,
         eos_token_id=0,
     )

@@ -57,7 +57,7 @@ def limits(device: AbstractDevice, target: str, card_bytes: int) -> dict[str, An
         "evidence": result.evidence,
         "true": true,
         "trials": [outcome_of(trial) for trial in result.trials],
-        "plain": {str(rows): tried[rows] for rows in sorted(tried)},
+        "plain": [f"{rows} {tried[rows]}" for rows in sorted(tried)],
         "ok": result.max_micro_batch == true,
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,16 @@ import training_report
 import ways
 
 MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def forgetting() -> Iterator[None]:
+    """What Accelerate keeps for the whole process is forgotten afterwards."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 # -- gradients
