@@ -75,8 +75,8 @@ SECTIONS = {
     ),
     "cards": Section("cards.run", 110, {"models": {"gpt": _TINY}, "cards_bytes": (2**21, 2**22, 2**40)}),
     "failures": Section("failures.run", 50, {}),
-    "restored": Section("restored.run", 60, _ROOM),
-    "sweep": Section("speed.sweep", 100, {**_ROOM, "target_batch": 4, "sweeping_s": 5.0}),
+    "restored": Section("restored.run", 80, _ROOM),
+    "sweep": Section("speed.sweep", 100, {**_ROOM, "target_batch": 4, "tuning_s": 5.0, "sweeping_s": 5.0}),
     "overhead": Section("speed.windows", 40, {"settings": ((8, 1, 16, 4),)}),
 }
 

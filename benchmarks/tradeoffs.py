@@ -22,6 +22,7 @@ from collections.abc import Callable
 from itertools import product
 from math import inf
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -101,6 +102,7 @@ def sweep_on(
     device: object,
     budget: int,
     room_of: Callable[[Search, int], int] | None = None,
+    tuning_s: float | None = None,
     sweeping_s: float = inf,
 ) -> dict[str, Any]:
     """The chosen setting against the best of all that fit, both measured again in turn.
@@ -111,11 +113,13 @@ def sweep_on(
         device: As `autotune` takes it.
         budget: Inside which the setting is chosen.
         room_of: What a search and the target say that the others have to fit; None: the budget.
+        tuning_s: Seconds after which the search tries no further setting; None: as `autotune` has it.
         sweeping_s: Seconds after which no further setting is run.
     """
     begun = time.perf_counter()
-    plan = tune_workload(load(), Request(target_batch=rows, levers="exact", budget=budget), device=device)
-    tuning_s = time.perf_counter() - begun
+    request = Request(target_batch=rows, levers="exact", budget=budget, time_budget_s=tuning_s)
+    plan = tune_workload(load(), request, device=device)
+    took_s = time.perf_counter() - begun
     chosen = Point(plan.levers, plan.micro_batch)
     ample = Request(target_batch=rows, levers="exact", predict=False)
     with Search(load(), ample, device, None, None, ()) as search:
@@ -127,6 +131,8 @@ def sweep_on(
             for size in exploration.divisions
             if size * 16 >= exploration.divisions[-1]
         ]
+        if sweeping_s < inf:
+            Random(0).shuffle(points)  # what is left out is then of all kinds
         begun, swept = time.perf_counter(), 0
         for point in [chosen, *(point for point in points if point != chosen)]:
             if time.perf_counter() - begun > sweeping_s:
@@ -147,7 +153,7 @@ def sweep_on(
         "slowest_over_best": max(one.timing.median_s for one in measured) / best.timing.median_s,
         "chosen_over_best": ratio,
         "trials": len(plan.trials),
-        "tuning_s": tuning_s,
+        "tuning_s": took_s,
     }
 
 

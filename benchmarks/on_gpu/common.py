@@ -15,6 +15,7 @@ from autoaccum.workload import Workload
 
 MIB, GIB = 2**20, 2**30
 GPT = "demo:gpt?layers=8&width=512&heads=8&seq_len=512"
+SMALLER_GPT = "demo:gpt?layers=4&width=512&heads=8&seq_len=256"  # where many settings are traced
 RESNET = "demo:resnet?image=128&width=64&blocks=2"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -16,14 +17,12 @@ from autoaccum.prediction.history import events_of
 from .common import emptied, is_cuda
 
 Entry = tuple[int, int, str]
+MOST_ENTRIES = 1_000_000
+ROWS = (4, 24, 9, 32, 17)
 
 
 class NotEmptyError(Exception):
     """The allocator cannot be emptied."""
-
-
-MOST_ENTRIES = 1_000_000
-ROWS = (4, 24, 9, 32, 17)
 
 
 def run(device: AbstractDevice) -> Iterator[dict[str, Any]]:
@@ -75,15 +74,14 @@ def recorded(device: AbstractDevice) -> tuple[list[Entry], dict[str, int]]:
         raise NotEmptyError(f"libraries keep {left} bytes, and a replay begins with none")
     torch.cuda.reset_peak_memory_stats(place)
     torch.cuda.reset_accumulated_memory_stats(place)
-    torch.cuda.memory._record_memory_history(context=None, max_entries=MOST_ENTRIES, clear_history=True)
+    torch.cuda.memory._record_memory_history(context=None, max_entries=MOST_ENTRIES)
     try:
-        train(place)
+        earlier = len(torch.cuda.memory._snapshot()["device_traces"][place.index])
+        with contextlib.suppress(torch.OutOfMemoryError):  # it is in the history
+            train(place)
         torch.cuda.synchronize(place)
         stats = torch.cuda.memory_stats(place)
-        trace = torch.cuda.memory._snapshot()["device_traces"][place.index]
-    except torch.OutOfMemoryError:
-        stats = torch.cuda.memory_stats(place)
-        trace = torch.cuda.memory._snapshot()["device_traces"][place.index]
+        trace = torch.cuda.memory._snapshot()["device_traces"][place.index][earlier:]
     finally:
         torch.cuda.memory._record_memory_history(None)
     return [(entry.get("addr", 0), entry["size"], entry["action"]) for entry in trace], stats

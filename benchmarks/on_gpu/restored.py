@@ -14,7 +14,7 @@ import autoaccum
 from autoaccum.devices.base import AbstractDevice
 from autoaccum.workload import Workload
 
-from .common import GPT, MIB, counters, emptied, is_cuda, on_device
+from .common import MIB, SMALLER_GPT, counters, emptied, is_cuda, on_device
 from .failures import left
 
 ROOM_BYTES = 2048 * MIB
@@ -25,7 +25,7 @@ class BrokenError(Exception):
     """What a user's code raises."""
 
 
-def run(device: AbstractDevice, target: str = GPT, room_bytes: int = ROOM_BYTES) -> Iterator[dict[str, Any]]:
+def run(device: AbstractDevice, target: str = SMALLER_GPT, room_bytes: int = ROOM_BYTES) -> Iterator[dict[str, Any]]:
     """One row for each way in which a search can end."""
     emptied(device)
     workload = on_device(target, device)

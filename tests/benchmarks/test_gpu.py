@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -269,7 +270,7 @@ def test_overhead(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.slow
 def test_sweep(device: VirtualDevice) -> None:
     """The chosen setting is one of those that were swept, and at least as fast as the slowest."""
-    (row,) = speed.sweep(device, TINY, 4, MIB, sweeping_s=2.0)
+    (row,) = speed.sweep(device, TINY, 4, MIB, tuning_s=2.0, sweeping_s=2.0)
     assert 1 <= row["swept"] <= row["settings"]
     assert row["chosen_over_best"] > 0
 
@@ -320,6 +321,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         for name in ("_record_memory_history_impl", "_snapshot", "set_per_process_memory_fraction", "memory_stats")
     }
     trace = [{"addr": address, "size": size, "action": action} for address, size, action in HISTORY]
+    snapshots = cycle(([{"size": 9, "action": "oom"}], [{"size": 9, "action": "oom"}, *trace]))  # one entry is of earlier
 
     def answering(name: str, answer: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -330,7 +332,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     memory = torch.cuda.memory
     monkeypatch.setattr(memory, "_record_memory_history", answering("_record_memory_history_impl", lambda asked: None))
-    monkeypatch.setattr(memory, "_snapshot", answering("_snapshot", lambda asked: {"device_traces": [trace]}))
+    monkeypatch.setattr(memory, "_snapshot", answering("_snapshot", lambda asked: {"device_traces": [next(snapshots)]}))
     monkeypatch.setattr(
         torch.cuda,
         "set_per_process_memory_fraction",
