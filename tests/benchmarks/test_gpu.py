@@ -197,6 +197,7 @@ def test_contract_lists_every_file_with_a_gpu_test() -> None:
     assert {str(path.relative_to(root.parent)) for path in marked} == set(contract.TESTS)
 
 
+@pytest.mark.slow
 def test_predicted_peaks(device: VirtualDevice) -> None:
     """What is allocated on a virtual device is as predicted, to the byte, and nothing is said of what is reserved."""
     models = {"gpt": lambda device: common.on_device(TINY, device)}
@@ -226,6 +227,7 @@ def test_largest_size_from_any_guess(true: int, guess: int) -> None:
     assert cards.largest(lambda rows: rows <= true, guess) == true
 
 
+@pytest.mark.slow
 def test_failures(device: VirtualDevice) -> None:
     """Each phase in which memory runs out is named, and searches and training steps leave what they promise."""
     rows = list(failures.run(device))
@@ -239,6 +241,7 @@ def test_flush_is_seen(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -
     assert not failures.flushed(device)["ok"]  # a virtual device has no cache: nothing was flushed
 
 
+@pytest.mark.slow
 def test_restored(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a probe and after a user's error every bit and byte is as before."""
     monkeypatch.delitem(restored.ENDS, "autotune, exact levers")  # takes long, and the others show the same
