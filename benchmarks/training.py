@@ -14,9 +14,12 @@ in processes that end before any step is timed. Written: `results/training.json`
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import multiprocessing
+import os
 import resource
+import signal
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -37,6 +40,7 @@ from autoaccum.records import Levers, StepResult
 
 RESULTS = Path(__file__).parent / "results" / "training.json"
 MIB = 2**20
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LEVERS = {"plan, exact levers": "exact", "plan, no levers": "none"}
 TODAY = (BY_HAND, "Trainer", "Accelerate")
 WARM_UP_ROUNDS, ROUNDS, SMALL_ROUNDS = 2, 12, 4
@@ -59,7 +63,8 @@ def words(levers: Levers) -> str:
 
 
 def capped(cap_bytes: int | None) -> None:
-    """Memory as it is for every way: malloc's thresholds steady, and no more of it than the cap."""
+    """Memory as it is for every way: malloc's thresholds steady, and no more of it than the cap. Ends with its parent."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     CpuDevice().steadied().__enter__()  # held to the end of the process
     if cap_bytes is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (cap_bytes, resource.RLIM_INFINITY))
@@ -282,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     begun = time.perf_counter()
     autoaccum.autotune, autoaccum.Accumulator  # noqa: B018 - loaded now, so that every process has them
-    report: dict[str, Any] = {"environment": environment(), "models": []}
+    report: dict[str, Any] = {"environment": environment() | {"load_average": round(os.getloadavg()[0], 1)}, "models": []}
     for name in ("bert",) if asked.small else CASES:
         report["models"].append(measured(name, SMALL_ROUNDS if asked.small else ROUNDS))
         report["seconds"] = round(time.perf_counter() - begun)

@@ -13,6 +13,7 @@ from search import mib, table
 
 BASE = "plan, exact levers"  # what ratios are over
 BY_HAND = "loop by hand"
+IDLE_LOAD = 1.0  # of the system before anything is started
 
 
 def ratio_of(times: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
@@ -61,6 +62,9 @@ def in_words(report: dict[str, Any]) -> str:
     """The results as Markdown."""
     about = ", ".join(f"{name} {value}" for name, value in report["environment"].items())
     parts = ["# Time to the target batch\n", f"`python benchmarks/training.py`: {about}.\n", ABOUT]
+    load = report["environment"].get("load_average", 0.0)
+    if load > IDLE_LOAD:
+        parts.append(f"The machine was busy with other work (load average {load}): these times say little.\n")
     header = ["way", "micro-batches", "step, s", "over the plan", "gradient error, full / short", "found after", "paid back"]
     for case in report["models"]:
         cap = mib(case["cap_bytes"], 0)

@@ -104,8 +104,8 @@ def _broken(gradient: Tensor) -> None:
 
 ENDS: dict[str, Callable[[Workload, torch.optim.Optimizer, AbstractDevice, int], str]] = {
     "probe": probe,
-    "autotune, exact levers": tune,
     "an error of the user's": interrupted,
+    "autotune, exact levers": tune,
 }
 
 

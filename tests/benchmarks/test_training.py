@@ -159,6 +159,14 @@ def test_table_of_ways() -> None:
     assert "4 of at most 8, 1 deaths" in by_hand and "1.500 (1.500 to 1.500)" in by_hand
 
 
+@pytest.mark.parametrize(("load", "is_said"), [(0.4, False), (8.1, True)])
+def test_busy_machine_is_said_to_be_one(load: float, is_said: bool) -> None:
+    """Times that were taken beside other work are said to be."""
+    found = report()
+    found["environment"]["load_average"] = load
+    assert ("these times say little" in training_report.in_words(found)) == is_said
+
+
 def test_render(tmp_path: Path) -> None:
     """The tables are made again from the JSON alone."""
     path = tmp_path / "training.json"
