@@ -21,8 +21,10 @@ from torch.nn import functional
 
 import autoaccum
 from autoaccum.devices import VirtualDevice
+from autoaccum.devices.base import AbstractDevice
 
 PAIRS, MAX_NORM = 100, 1.0
+HOST = VirtualDevice("64GiB")  # host memory, counted
 
 
 def build(width: int, layers: int) -> nn.Module:
@@ -43,9 +45,10 @@ class ByHand:
         inputs, targets = batch
         parts = list(zip(inputs.split(self.micro_batch), targets.split(self.micro_batch), strict=True))
         counts = [int((labels != -100).sum()) for _, labels in parts]
-        total = torch.zeros(())
+        device = next(self.model.parameters()).device
+        total = torch.zeros((), device=device)
         for (rows, labels), count in zip(parts, counts, strict=True):
-            part = functional.cross_entropy(self.model(rows), labels) * (count / sum(counts))
+            part = functional.cross_entropy(self.model(rows.to(device)), labels.to(device)) * (count / sum(counts))
             part.backward()
             total = total + part.detach()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM, error_if_nonfinite=True)
@@ -68,16 +71,17 @@ class ByAccumulator:
         return self.acc.step(batch).loss
 
 
-def timed(step: object, batch: object) -> float:
-    """Seconds of one call."""
+def timed(step: object, batch: object, device: AbstractDevice) -> float:
+    """Seconds of one call, until all that it has queued has run."""
     begun = time.perf_counter()
     step(batch)  # type: ignore[operator]
+    device.synchronize()
     return time.perf_counter() - begun
 
 
-def compare(width: int, layers: int, rows: int, micro_batch: int) -> dict[str, object]:
-    """Paired times and peaks of one setting."""
-    model = build(width, layers)
+def compare(width: int, layers: int, rows: int, micro_batch: int, device: AbstractDevice = HOST) -> dict[str, object]:
+    """Paired times and peaks of one setting, on a device."""
+    model = build(width, layers).to(device.torch_device)
     batch = (torch.randn(rows, 64), torch.randint(10, (rows,)))
     optimizer = torch.optim.AdamW(model.parameters())
     loops = [ByHand(model, optimizer, micro_batch), ByAccumulator(model, optimizer, micro_batch)]
@@ -86,7 +90,7 @@ def compare(width: int, layers: int, rows: int, micro_batch: int) -> dict[str, o
     times: list[list[float]] = [[], []]
     for pair in range(PAIRS):
         for which in (0, 1) if pair % 2 else (1, 0):
-            times[which].append(timed(loops[which].step, batch))
+            times[which].append(timed(loops[which].step, batch, device))
     hand, own = (statistics.median(of_loop) for of_loop in times)
     extra = statistics.median(b - a for a, b in zip(*times, strict=True))
     steps = -(-rows // micro_batch)
@@ -98,17 +102,16 @@ def compare(width: int, layers: int, rows: int, micro_batch: int) -> dict[str, o
         "accumulator_ms": round(own * 1e3, 2),
         "ratio": round(1 + extra / hand, 4),
         "extra_us_per_micro_batch": round(extra / steps * 1e6, 1),
-        "peak_ratio": round(peak_bytes(loops[1], batch) / peak_bytes(loops[0], batch), 4),
+        "peak_ratio": round(peak_bytes(loops[1], batch, device) / peak_bytes(loops[0], batch, device), 4),
     }
 
 
-def peak_bytes(loop: ByHand | ByAccumulator, batch: tuple[torch.Tensor, torch.Tensor]) -> int:
-    """Live bytes at the peak of one step, parameters and optimizer state included."""
-    device = VirtualDevice("64GiB")
+def peak_bytes(loop: ByHand | ByAccumulator, batch: tuple[torch.Tensor, torch.Tensor], device: AbstractDevice) -> int:
+    """Bytes in tensors at the peak of one step, parameters and optimizer state included."""
     state = [value for values in loop.optimizer.state.values() for value in values.values()]
-    with device.limited_to(2**36), device.watched([*loop.model.parameters(), *state]) as watch:
+    with device.watched([*loop.model.parameters(), *state]) as watch:
         loop.step(batch)
-    return watch.peak_bytes
+    return watch.peak_allocated_bytes or 0
 
 
 def main() -> None:

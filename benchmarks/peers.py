@@ -32,7 +32,7 @@ from side_by_side.measuring import search, steps_fit, trains, true_limit, try_on
 from side_by_side.report import markdown
 from side_by_side.tools import SMALL_TOOLS, TOOLS, quiet
 
-from autoaccum.prediction.trace import load_fake_tensors
+from autoaccum.prediction.fake_tensors import load_fake_tensors
 
 RESULTS = Path(__file__).parent / "results"
 SEARCH_LIMIT_S, TRAINING_LIMIT_S, TRY_LIMIT_S = 300.0, 600.0, 300.0  # many times what they take on an idle machine

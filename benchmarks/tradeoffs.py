@@ -18,8 +18,11 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from itertools import product
+from math import inf
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -33,6 +36,7 @@ from autoaccum.session import Search
 from autoaccum.targets import load_target
 from autoaccum.tradeoffs.points import Point
 from autoaccum.tune import probe_workload, tune_workload
+from autoaccum.workload import Workload
 
 RESULTS = Path(__file__).parent / "results"
 TARGETS = {
@@ -83,39 +87,73 @@ def sweep(name: str) -> dict[str, Any]:
     """The chosen setting against the best of all that fit."""
     target, rows = SWEPT[name]
     budget = between(target, rows // 4)
+    return {"target": target} | sweep_on(lambda: load_target(target), rows, "cpu", budget, _found_anew)
+
+
+def _found_anew(search: Search, rows: int) -> int:
+    """The budget in this process, which may have held more or less before: a quarter of the rows fits, and not one more."""
+    peaks = [search.probe(Levers(), size).outcome for size in (rows // 4, rows // 4 + 1)]
+    return sum(outcome.peak_bytes for outcome in peaks if isinstance(outcome, Fit)) // 2
+
+
+def sweep_on(
+    load: Callable[[], Workload],
+    rows: int,
+    device: object,
+    budget: int,
+    room_of: Callable[[Search, int], int] | None = None,
+    tuning_s: float | None = None,
+    sweeping_s: float = inf,
+) -> dict[str, Any]:
+    """The chosen setting against the best of all that fit, both measured again in turn.
+
+    Args:
+        load: Gives the workload, twice.
+        rows: The target batch.
+        device: As `autotune` takes it.
+        budget: Inside which the setting is chosen.
+        room_of: What a search and the target say that the others have to fit; None: the budget.
+        tuning_s: Seconds after which the search tries no further setting; None: as `autotune` has it.
+        sweeping_s: Seconds after which no further setting is run.
+    """
     begun = time.perf_counter()
-    plan = tune_workload(load_target(target), Request(target_batch=rows, levers="exact", budget=budget), device="cpu")
-    tuning_s = time.perf_counter() - begun
+    request = Request(target_batch=rows, levers="exact", budget=budget, time_budget_s=tuning_s)
+    plan = tune_workload(load(), request, device=device)
+    took_s = time.perf_counter() - begun
     chosen = Point(plan.levers, plan.micro_batch)
     ample = Request(target_batch=rows, levers="exact", predict=False)
-    with Search(load_target(target), ample, "cpu", None, None, ()) as search:
+    with Search(load(), ample, device, None, None, ()) as search:
         exploration = Exploration(search)
-        # What this process holds by now is not what the first one held, so the same budget is found anew.
-        peaks = [search.probe(Levers(), size).outcome for size in (rows // 4, rows // 4 + 1)]
-        room = sum(outcome.peak_bytes for outcome in peaks if isinstance(outcome, Fit)) // 2
+        room = budget if room_of is None else room_of(search, rows)
         points = [
             Point(levers, size)
             for levers in _every_setting(exploration)
             for size in exploration.divisions
             if size * 16 >= exploration.divisions[-1]
         ]
-        for point in points:
+        if sweeping_s < inf:
+            Random(0).shuffle(points)  # what is left out is then of all kinds
+        begun, swept = time.perf_counter(), 0
+        for point in [chosen, *(point for point in points if point != chosen)]:
+            if time.perf_counter() - begun > sweeping_s:
+                break
             search.confirm(point.levers, exploration.schedule(point.micro_batch))
+            swept += 1
         measured = [one for one in exploration.measured() if one.peak_bytes <= room or one.point == chosen]
         best = min(measured, key=lambda one: one.timing.median_s)
         ratio = _paired(search, exploration, chosen, best.point)
     return {
-        "target": target,
         "target_batch": rows,
         "budget_bytes": budget,
         "settings": len(points),
+        "swept": swept,
         "fitting": len(measured),
         "chosen": f"{words(chosen.levers)}, micro-batch {chosen.micro_batch}",
         "best": f"{words(best.point.levers)}, micro-batch {best.point.micro_batch}",
         "slowest_over_best": max(one.timing.median_s for one in measured) / best.timing.median_s,
         "chosen_over_best": ratio,
         "trials": len(plan.trials),
-        "tuning_s": tuning_s,
+        "tuning_s": took_s,
     }
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from autoaccum.prediction.allocator import Replay, replay
 from autoaccum.prediction.allocator_settings import AllocatorSettings
+from autoaccum.prediction.history import events_of
 
 from .replays import EXPANDABLE, MIB, run
 
@@ -444,27 +445,6 @@ entries = [(entry["addr"], entry["size"], entry["action"]) for entry in trace]
 peaks = [stats[name + "_bytes.all.peak"] for name in ("allocated", "reserved", "requested")]
 answer([peaks, entries])
 """
-
-
-def events_of(entries: Iterable[tuple[int, int, str]]) -> tuple[list[int], list[int]]:
-    """Events and sizes of a recorded history: (address, bytes, action) of every entry."""
-    events: list[int] = []
-    sizes: list[int] = []
-    number_at: dict[int, int] = {}
-    for address, num_bytes, action in entries:
-        if action == "alloc":
-            number_at[address] = len(sizes)
-            events.append(len(sizes))
-            sizes.append(num_bytes)
-        elif action == "free_completed":
-            events.append(~number_at.pop(address))
-    return events, sizes
-
-
-def test_events_of_a_history() -> None:
-    """An address that is used again is another block, and requests to free are not counted twice."""
-    entries = [(7, 100, "segment_alloc"), (7, 10, "alloc"), (7, 10, "free_requested"), (7, 10, "free_completed")]
-    assert events_of([*entries, (7, 20, "alloc")]) == ([0, ~0, 1], [10, 20])
 
 
 @pytest.mark.gpu
