@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from math import inf, isnan, nan
 from typing import Any, TypeVar, final
 
@@ -54,15 +54,30 @@ class Run:
         self._replays = 0
         self._limits_before: list[dict[str, Any]] | None = None
         self._in_step = False  # with the other ranks, where they run together
+        self._others_step = False  # nothing that fails here keeps them from it
 
     def contexts(self) -> ExitStack:
         """The plan's levers on, the reducers of DistributedDataParallel off."""
-        training, stack = self.training, ExitStack()
-        if training.plan is not None:
-            stack.enter_context(training.plan.applied(training.module, training.optimizer))
-        # A step may call the wrapped model, or another one, by a name of its own.
-        stack.enter_context(unsynchronised(training.wrapped, look_for_others=not training.is_compiled))
-        return stack
+        training = self.training
+        with ExitStack() as stack:
+            if training.plan is not None:
+                stack.enter_context(training.plan.applied(training.module, training.optimizer))
+            # A step may call the wrapped model, or another one, by a name of its own.
+            stack.enter_context(unsynchronised(training.wrapped, look_for_others=not training.is_compiled))
+            return stack.pop_all()
+
+    @contextmanager
+    def whole_or_undone(self) -> Iterator[None]:
+        """Ctrl-C comes anywhere, also between the parts that undo the window by themselves: nothing of it is left then."""
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):  # a lost device context: the error at hand matters more
+                if self.progress.phase != "optimizer":
+                    self.undo()
+                elif self.accumulation is not None:
+                    self.accumulation.discard()
+            raise
 
     def attempt(self) -> bool:
         """Accumulate the whole window once; False when it has to be run again in smaller micro-batches."""
@@ -124,7 +139,7 @@ class Run:
             training.refuse_broken()
             refuse_deferred_step(*training.given)
             refuse_present(self._parameters)
-            self._share = training.slicer.share(self._batch)
+            share = training.slicer.share(self._batch)
             training.rewinder.mark()
             if not training.counts["windows"] and training.weigher.counts_rows and has_ignored_labels(self._batch):
                 logger.warning(
@@ -132,6 +147,7 @@ class Run:
                     "labels, pass weight=autoaccum.tokens('labels'), with shift=True for causal language models"
                 )
             self._versions = [(tensor, tensor._version) for tensor in self._tensors_in_reach()]
+            self._share = share  # from here on there is a mark of this window to go back to
         pieces, make = self._share.cut(training.caps.limit)
         self.pieces = pieces
         weights = self._weights(make)
@@ -327,8 +343,14 @@ class Run:
             if getattr(training.model, "broadcast_buffers", True):  # DistributedDataParallel's own switch
                 training.reducer.broadcast(training.module.buffers())
         refuse_none(self.accumulation)
-        self.progress.phase = "optimizer"
-        step = take_step(self.accumulation, training.optimizer, scaler=training.scaler, max_grad_norm=training.max_grad_norm)
+        self._others_step = training.reducer.world_size > 1
+        step = take_step(
+            self.accumulation,
+            training.optimizer,
+            scaler=training.scaler,
+            max_grad_norm=training.max_grad_norm,
+            progress=self.progress,
+        )
         if step.taken and training.scheduler is not None:
             training.scheduler.step()
         return step
@@ -343,8 +365,8 @@ class Run:
         if training.scaler is not None:
             with suppress(AssertionError):  # it has seen no gradient yet
                 training.scaler.update()
+        training.broken = training.broken or self._others_step
         if self.progress.phase == "optimizer":
-            training.broken = training.reducer.world_size > 1
             row = recognise(error, ERROR_ROWS)
             if row is not None and row.verdict in TOO_LARGE:
                 error.add_note(
