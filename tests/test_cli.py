@@ -553,6 +553,9 @@ def test_plan_record_is_what_the_worker_answers(runs: dict[str, CompletedProcess
 # -- check
 
 CHECKED = """
+import ctypes
+import os
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -581,6 +584,12 @@ class Failing(nn.Linear):
 
 def failing_forward():
     return Failing(8, 3), torch.randn(4, 8)
+
+
+def printing():
+    os.write(1, b"written to descriptor 1\\n")
+    ctypes.CDLL(None).printf(b"printed by C\\n")
+    return exact()
 """
 
 Check = Callable[..., tuple[object, str, str]]
@@ -670,6 +679,25 @@ def test_error_of_a_checked_target_is_the_users_own(check: Check, target: str, e
     assert (code, out) == (2, "")
     assert err.startswith("Traceback") and error in err and "checked.py" in err
     assert str(Path(autoaccum.__file__).parent) + os.sep not in err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="looks for the C library as POSIX has it")
+@pytest.mark.parametrize("subcommand", ["check", "predict"])
+def test_what_c_code_prints_is_not_the_answer(
+    subcommand: str, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a target writes to descriptor 1, and prints with buffers of the C library, is on stderr; stdout is JSON."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "checked", raising=False)
+    (tmp_path / "checked.py").write_text(CHECKED)
+    more = ["--target-batch", "8", "--gpu", "1GiB"] if subcommand == "predict" else []
+    with pytest.raises(SystemExit) as ended:
+        cli.main([subcommand, "checked.py:printing", *more, "--json", "-"])
+    shown = capfd.readouterr()
+    assert not ended.value.code
+    json.loads(shown.out)
+    assert "written to descriptor 1" in shown.err and "printed by C" in shown.err
 
 
 # -- compare and report

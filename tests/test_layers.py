@@ -36,6 +36,7 @@ ROWS = (
     ("targets", "integrations"),
     ("worker",),
     ("cli",),
+    ("entry",),
     ("__main__", "__init__"),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
@@ -51,6 +52,7 @@ WITHOUT_TORCH = (
     "comparing",
     "tradeoffs",
     "cli",
+    "entry",
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import errno
 import gc
 import random
 import signal
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from autoaccum.errors import AutoaccumError
 from autoaccum.preserve import Snapshot, preserved
 
 LostDevice = getattr(torch, "AcceleratorError", RuntimeError)  # not there in torch 2.6
@@ -769,18 +769,20 @@ def test_no_file_is_ever_seen(temporary: Path, error: Exception | None) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
-def test_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the disk is full that error comes out, and the file is closed."""
+@pytest.mark.parametrize("buffering", [0, 2**20], ids=["unbuffered", "buffered"])
+def test_full_disk(buffering: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the disk is full that is told before anything is run, with a remedy, and the file is closed."""
     files: list[Any] = []
 
     def full(prefix: str) -> Any:
-        files.append(Path("/dev/full").open("r+b", buffering=0))  # noqa: SIM115 - closed by the vault
+        files.append(Path("/dev/full").open("r+b", buffering=buffering))  # noqa: SIM115 - closed by the vault
         return files[-1]
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    with pytest.raises(OSError) as caught, preserved(nn.Linear(64, 64), device=CPU, on_disk=True):
+    with pytest.raises(AutoaccumError) as caught, preserved(nn.Linear(64, 64), device=CPU, on_disk=True):
         raise AssertionError("was run")
-    assert caught.value.errno == errno.ENOSPC
+    assert "No space left on device. Make room, or set TMPDIR" in str(caught.value)
+    assert isinstance(caught.value.__cause__, OSError)
     assert files[0].closed
 
 

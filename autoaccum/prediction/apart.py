@@ -7,8 +7,10 @@ there. Knows nothing of traces.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -67,8 +69,17 @@ def apart(run: Callable[[], T]) -> T:
 
 def _work(run: Callable[[], object], sender: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)  # the pool of threads was not copied, and a parallel kernel would wait for it
     try:
         sender.send((run(),))
     except KeyboardInterrupt:  # raised by the code itself: it is the caller's
         sender.send(None)
+
+
+def _end_with_parent() -> None:
+    """Nobody waits for this process when the one that started it was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
