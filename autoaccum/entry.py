@@ -5,31 +5,19 @@ Exit codes: 130 after Ctrl-C, 143 after SIGTERM; all others are `cli`'s.
 
 import signal
 import sys
-from types import FrameType
 
-
-class Terminated(BaseException):
-    """SIGTERM has come. No `Exception` and no `SystemExit`, which a target may raise or catch."""
+from autoaccum.signals import WORDS, Terminated, ending_at_once, terminating
 
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    if hasattr(signal, "SIGTERM"):
-        signal.signal(signal.SIGTERM, _terminate)
-    try:
+    with ending_at_once():
         from autoaccum.cli import main as run
-
+    signal.signal(signal.SIGTERM, terminating)
+    try:
         run()
-    except KeyboardInterrupt:
-        _end("interrupted", signal.SIGINT)
     except Terminated:
-        _end("terminated", signal.SIGTERM)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise Terminated
-
-
-def _end(word: str, number: int) -> None:
-    print(word, file=sys.stderr)
-    sys.exit(128 + number)
+        print(WORDS[signal.SIGTERM], file=sys.stderr)
+        sys.exit(128 + signal.SIGTERM)
+    finally:
+        eval("None")  # after an interrupt inside of another `eval` Python would end itself by the signal, not by the code

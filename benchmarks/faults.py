@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Collection, Iterator
-from pathlib import Path
+from contextlib import suppress
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded
 
@@ -29,18 +30,18 @@ from faulting.training import SETTINGS as TRAININGS
 from faulting.training import training_cases
 
 ALL_KINDS = list(dict.fromkeys((*KINDS, *COMMAND_KINDS, *FILE_KINDS, *RANK_KINDS)))
-_OF_SEARCH, _OF_SEARCH_WITH_LEVERS, _OF_TRAINING, _OF_COMMANDS = 40, 8, 1000, 5  # calls of one part that are made to fail
+_OF_SEARCH, _OF_SEARCH_WITH_LEVERS, _OF_TRAINING, _OF_COMMANDS = 6, 2, 40, 2  # calls of one part that are made to fail
 
 
 def cases(kinds: Collection[str]) -> Iterator[Case]:
     """Every fault of these kinds."""
-    for index, search in enumerate(SEARCHES):
-        yield from searching_cases(search, kinds, _OF_SEARCH if index == 0 else _OF_SEARCH_WITH_LEVERS)
+    yield from command_cases(kinds, _OF_COMMANDS)
+    yield from rank_cases(kinds)
+    yield from file_cases(kinds)
     for training in TRAININGS:
         yield from training_cases(training, kinds, _OF_TRAINING)
-    yield from file_cases(kinds)
-    yield from rank_cases(kinds)
-    yield from command_cases(kinds, _OF_COMMANDS)
+    for index, search in enumerate(SEARCHES):
+        yield from searching_cases(search, kinds, _OF_SEARCH if index == 0 else _OF_SEARCH_WITH_LEVERS)
 
 
 def main() -> None:
@@ -49,13 +50,15 @@ def main() -> None:
     parser.add_argument("action", choices=["run"])
     parser.add_argument("--only", choices=ALL_KINDS, metavar="KIND", help=", ".join(ALL_KINDS))
     asked = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
     begun, found = time.monotonic(), list[Case]()
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = folder  # what is left there is seen
-        for case in cases(ALL_KINDS if asked.only is None else [asked.only]):
-            found.append(case)
-            if case.problems:
-                print(f"not survived: {case}", flush=True)
+        with suppress(KeyboardInterrupt):  # Ctrl-C ends the run, and what was tried by then is written down
+            for case in cases(ALL_KINDS if asked.only is None else [asked.only]):
+                found.append(case)
+                if case.problems:
+                    print(f"not survived: {case}", flush=True)
         tempfile.tempdir = None
     if asked.only is not None:
         print(table(summed(found)))

@@ -12,7 +12,7 @@ import autoaccum
 ROOT = Path(autoaccum.__file__).parent
 
 ROWS = (
-    ("errors",),
+    ("errors", "signals"),
     ("units",),
     ("records",),
     ("schedule", "caps", "timing"),
@@ -42,6 +42,7 @@ ROWS = (
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 WITHOUT_TORCH = (
     "errors",
+    "signals",
     "units",
     "records",
     "schedule",

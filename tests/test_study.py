@@ -123,7 +123,7 @@ def test_storage_that_fails_is_named(at: str) -> None:
     if at == "end":
         found.begin(trial(8).candidate)
     full.is_full = True
-    with pytest.raises(AutoaccumError, match="storage=.* failed: OSError: .*No space left.* disk full") as caught:
+    with pytest.raises(AutoaccumError, match=r"storage=.* failed: OSError: .*No space left.* disk full") as caught:
         run(found, trial(8)) if at == "begin" else found.end(trial(8))
     assert isinstance(caught.value.__cause__, OSError)
 

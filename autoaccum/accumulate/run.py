@@ -195,7 +195,7 @@ class Run:
             if not self._in_step:  # else the others wait inside the model, where nothing can be said
                 self.training.sharding.give_up(error)
         else:
-            with suppress(RuntimeError):  # a lost connection: this rank's own error matters more
+            with suppress(RuntimeError, RankMismatchError):  # a lost connection: this rank's own error matters more
                 self.training.reducer.agree(Standing(Status.FAILED), self._gradients())
 
     def _recover(self, failure: Failure) -> bool:
@@ -375,7 +375,7 @@ class Run:
                     "foreach=False."
                 )
         if isinstance(error, Exception):
-            with suppress(RuntimeError):  # a lost connection: this rank's own error matters more
+            with suppress(RuntimeError, RankMismatchError):  # a lost connection: this rank's own error matters more
                 training.reducer.settle(failed=True, loss=0.0)
 
 

@@ -32,12 +32,12 @@ class Block(nn.Module):
     def __init__(self, injector: Injector) -> None:
         super().__init__()
         self.linear, self.dropout = nn.Linear(6, 6), nn.Dropout(0.3)
-        self.injector = injector
+        self.injector = [injector]  # no setting of the model's, by which remembered plans are told apart
 
     def forward(self, x: Tensor) -> Tensor:
         """One layer."""
-        self.injector.passing("forward", len(x))
-        drawn: Tensor = Passing.apply(self.dropout(self.linear(x)).relu(), self.injector)
+        self.injector[0].passing("forward", len(x))
+        drawn: Tensor = Passing.apply(self.dropout(self.linear(x)).relu(), self.injector[0])
         return drawn
 
 
@@ -91,5 +91,3 @@ class Bench:
         out = model(batch)
         self.injector.passing("loss")
         return out.pow(2).mean()
-
-

@@ -20,7 +20,7 @@ from faulting.searching import quick_searches
 from faulting.state import differences, surroundings, training_state
 
 FILE_KINDS = ("corrupt cache", "corrupt study", "read-only cache")
-_CUTS = 12  # places at which a file is cut off, and at which bytes are changed
+_CUTS = 8  # places at which a file is cut off, and at which bytes are changed
 _TARGET = 14
 
 Damage = Callable[[bytes], bytes]

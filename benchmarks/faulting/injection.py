@@ -147,7 +147,7 @@ def evenly(count: int, at_most: int) -> list[int]:
     """Numbers from 1 to `count`: all of them, or so many, evenly spaced."""
     if count <= at_most:
         return list(range(1, count + 1))
-    return [1 + round(index * (count - 1) / (at_most - 1)) for index in range(at_most)]
+    return [1 + round(index * (count - 1) / max(1, at_most - 1)) for index in range(at_most)]
 
 
 def watching(injector: Injector, place: str) -> AbstractContextManager[None]:

@@ -58,7 +58,11 @@ def write(cases: Sequence[Case], environment: dict[str, Any]) -> None:
     rows, failures = summed(cases), [case for case in cases if case.problems]
     found = {"environment": environment, "rows": rows, "not_survived": [asdict(case) for case in failures]}
     (RESULTS / "faults.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    lines = ["# Faults", "", f"{len(cases):,} tried, {len(cases) - len(failures):,} survived: afterwards the right error or exit"]
+    lines = [
+        "# Faults",
+        "",
+        f"{len(cases):,} tried, {len(cases) - len(failures):,} survived: afterwards the right error or exit",
+    ]
     lines += ["code came out, everything was put back or the process was gone, nothing was left, and the next call worked."]
     lines += [f"torch {environment['torch']}, {environment['wall_s']:.0f} s.", "", table(rows)]
     if failures:

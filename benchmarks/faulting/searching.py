@@ -71,12 +71,12 @@ def searching_cases(setting: Setting, kinds: Collection[str], at_most: int) -> I
         known = trials.counted()
         traces.clear()
         in_trace = trials.counted_in_trace()
-        for kind in kinds:
+        for kind in [kind for kind in KINDS if kind in kinds]:
             for place in _PLACES[kind]:
                 for step in evenly(known[place], at_most):
                     yield from trials.tried(kind, place, step)
             for part in _PARTS if kind in _IN_TRACE else ():
-                for step in evenly(in_trace[part], at_most):
+                for step in evenly(in_trace[part], max(2, at_most // 4)):  # tracing anew takes longer
                     traces.clear()
                     yield from trials.tried(kind, part + OF_PREDICTION, step)
         if "Ctrl-C" in kinds:

@@ -71,7 +71,7 @@ def training_cases(setting: Setting, kinds: Collection[str], at_most: int) -> It
         with terminable():
             steps = _Steps(setting)
             known = steps.counted()
-            for kind in kinds:
+            for kind in [kind for kind in KINDS if kind in kinds]:
                 for place in (*_PLACES.get(kind, ()), *((ANYWHERE,) if kind in STOPS else ())):
                     for step in evenly(known[place], at_most):
                         yield from steps.tried(kind, place, step)
