@@ -543,6 +543,13 @@ def test_interrupt_while_torch_is_imported(started_command: Start, folder: Path)
     assert (out, err.strip()) == (b"", b"interrupted")
 
 
+def test_interrupt_that_the_target_raises(command: Command, tmp_path: Path) -> None:
+    """A target that raises KeyboardInterrupt itself ends as Ctrl-C does, without a traceback."""
+    (tmp_path / "target.py").write_text("def build():\n    raise KeyboardInterrupt\n")
+    done = command("probe", "target.py:build", folder=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "interrupted")
+
+
 def test_plan_record_is_what_the_worker_answers(runs: dict[str, CompletedProcess[str]], folder: Path) -> None:
     """The JSON of the command line has every field of a plan and no other."""
     assert runs["plan"].returncode == 0

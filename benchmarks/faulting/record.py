@@ -53,22 +53,36 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write(cases: Sequence[Case], environment: dict[str, Any]) -> None:
-    """Write benchmarks/results/faults.json and faults.md; what was not survived is in both."""
-    rows, failures = summed(cases), [case for case in cases if case.problems]
-    found = {"environment": environment, "rows": rows, "not_survived": [asdict(case) for case in failures]}
-    (RESULTS / "faults.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    lines = [
-        "# Faults",
-        "",
-        f"{len(cases):,} tried, {len(cases) - len(failures):,} survived: afterwards the right error or exit",
-    ]
-    lines += ["code came out, everything was put back or the process was gone, nothing was left, and the next call worked."]
-    lines += [f"torch {environment['torch']}, {environment['wall_s']:.0f} s.", "", table(rows)]
-    if failures:
+def write(cases: Sequence[Case], environment: dict[str, Any], only: str | None = None) -> None:
+    """Write benchmarks/results/faults.json and faults.md; what was not survived is in both.
+
+    Args:
+        only: These are all cases of this kind; those of other kinds stay as they are there.
+    """
+    path = RESULTS / "faults.json"
+    rows, failures = summed(cases), [asdict(case) for case in cases if case.problems]
+    if only is not None and path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        rows += [row for row in before["rows"] if row["kind"] != only]
+        failures += [case for case in before["not_survived"] if case["kind"] != only]
+    rows.sort(key=lambda row: (row["where"], row["kind"], row["place"]))
+    found = {"environment": environment, "rows": rows, "not_survived": failures}
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (RESULTS / "faults.md").write_text(markdown(found), encoding="utf-8")
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The table, and below it everything that was not survived."""
+    tried, survived = (sum(row[name] for row in found["rows"]) for name in ("tried", "survived"))
+    lines = ["# Faults", "", f"{tried:,} tried, {survived:,} survived: afterwards the right error or exit code came out,"]
+    lines += ["everything was put back or the process was gone, nothing was left behind, and the next call worked."]
+    lines += [f"torch {found['environment']['torch']}.", "", table(found["rows"])]
+    if found["not_survived"]:
         lines += ["", "## Not survived", ""]
-        lines += [f"* {c.where}, {c.kind}, {c.place} {c.step:g}: {'; '.join(c.problems)[:300]}" for c in failures]
-    (RESULTS / "faults.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        for case in found["not_survived"]:
+            problems = " ".join("; ".join(case["problems"]).split())[:300]
+            lines.append(f"* {case['where']}, {case['kind']}, {case['place']} {case['step']:g}: {problems}")
+    return "\n".join(lines) + "\n"
 
 
 def environment(wall_s: float) -> dict[str, Any]:
