@@ -4,7 +4,7 @@
 
 After each fault: the error that has to come out or the exit code, everything put back bit for bit or the process gone, no
 temporary file, no process left, and the next call works. Writes benchmarks/results/faults.json and faults.md; with `--only`,
-whose KIND is one of those in the table, only that kind's rows. All of it takes about a quarter of an hour on two loaded cores.
+whose KIND is one of those in the table, that kind's rows only. All of it takes about a quarter of an hour on two cores.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from contextlib import suppress
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded
 
-from faulting.commands import COMMAND_KINDS, command_cases
 from faulting.files import FILE_KINDS, file_cases
 from faulting.injection import KINDS
 from faulting.ranks import RANK_KINDS, rank_cases
 from faulting.record import Case, environment, summed, table, write
 from faulting.searching import SETTINGS as SEARCHES
 from faulting.searching import searching_cases
+from faulting.striking import COMMAND_KINDS, command_cases
 from faulting.training import SETTINGS as TRAININGS
 from faulting.training import training_cases
 

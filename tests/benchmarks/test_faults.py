@@ -89,6 +89,6 @@ def test_ranks_survive_a_dead_one() -> None:
 @pytest.mark.parametrize("kind", ["Ctrl-C", "SIGTERM", "disk full"])
 def test_command_line_survives_faults(kind: str) -> None:
     """Signals at several times of a run, and files that cannot be written to their end."""
-    from faulting.commands import command_cases
+    from faulting.striking import command_cases
 
     assert not_survived(command_cases([kind], 2), 6) == []
