@@ -100,7 +100,7 @@ _ENDS: dict[str, tuple[tuple[int, ...], str]] = {
     "out of memory": ((0, 1), ""),
     "user's exception": ((2,), "Traceback"),
     "Ctrl-C": ((130,), "interrupted"),
-    "SIGKILL": ((0, 2), ""),
+    "SIGKILL": ((0, 1, 2), ""),  # every worker dies at that call: a size or none may be left
     "SIGTERM": ((2,), "by signal 15"),
 }
 

@@ -39,7 +39,7 @@ def test_step_survives_every_fault(setting: int) -> None:
     from faulting.injection import KINDS
     from faulting.training import SETTINGS, training_cases
 
-    assert not_survived(training_cases(SETTINGS[setting], KINDS, 4), 60) == []
+    assert not_survived(training_cases(SETTINGS[setting], KINDS, 2), 45) == []
 
 
 def test_search_survives_faults() -> None:
