@@ -1,6 +1,6 @@
 """`python -m autoaccum` is the command line."""
 
-from autoaccum.cli import main
+from autoaccum.entry import main
 
 if __name__ == "__main__":
     main()

@@ -47,9 +47,11 @@ class Backward:
         held = [parameter.grad for parameter in others]
         for parameter in others:
             parameter.grad = None
-        scaled.backward()  # type: ignore[no-untyped-call]
-        for parameter, gradient in zip(others, held, strict=True):
-            parameter.grad = gradient
+        try:
+            scaled.backward()  # type: ignore[no-untyped-call]
+        finally:
+            for parameter, gradient in zip(others, held, strict=True):
+                parameter.grad = gradient
 
     def _reach_of(self, loss: Tensor, parameters: Sequence[Tensor]) -> _Reach:
         if not self._looks:

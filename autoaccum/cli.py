@@ -1,7 +1,7 @@
 """The command line: options -> a search in a worker process -> a report. Thin: nothing is decided here.
 
-Exit codes: 0 done, 1 nothing fits or a gate failed, 2 the call or the target is wrong, 130 interrupted. torch is not
-imported here.
+Exit codes: 0 done, 1 nothing fits or a gate failed, 2 the call or the target is wrong, 130 interrupted, 143 terminated.
+torch is not imported here.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from autoaccum.errors import AutoaccumError, NothingFitsError
 from autoaccum.records import PlanRecord, ProbeResult, to_json
 from autoaccum.report.files import read_bounded, write_whole
 from autoaccum.report.following import following
+from autoaccum.signals import ending_at_once
 from autoaccum.worker.parent import WorkerError, search_in_worker
 
 _TARGET_HELP = """TARGET is what to train: file.py:function or package.module:function (no arguments; returns an
@@ -123,7 +124,8 @@ def predict_command(
     """Say what would fit on a GPU that is not here. Nothing is run, and a built-in target takes no memory."""
     _check_writable(json_path, html_path, markdown_path)
     numbers["levers"] = numbers["levers"] or "none"
-    from autoaccum.worker.child import predicted_target
+    with ending_at_once():
+        from autoaccum.worker.child import predicted_target
 
     found = predicted_target(target, gpus, numbers, world_size, picture)
     if isinstance(found, str):
@@ -139,7 +141,8 @@ def predict_command(
 def check_command(target: str, rows: int, device: str | None, json_path: str | None) -> None:
     """Say whether accumulation is exact for this model and loss, and if not, why. Exit code 1 if not."""
     _check_writable(json_path)
-    from autoaccum.worker.child import checked_target
+    with ending_at_once():
+        from autoaccum.worker.child import checked_target
 
     found = checked_target(target, rows, device)
     if isinstance(found, str):

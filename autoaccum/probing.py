@@ -32,6 +32,7 @@ Measured with a GPT-2-small at micro-batch 4: the first micro-batch of the first
 
 IsEnough = Callable[[Sequence[float]], bool]
 
+_SHORTEST_S = 1e-9  # what clocks count in
 _ABOUT_THE_SIZE = frozenset(Verdict) - {Verdict.DEAD}
 
 
@@ -154,7 +155,7 @@ def run_trial(
     trial = Trial(
         candidate=candidate,
         outcome=_outcome(measured, failure, progress, budget_bytes),
-        wall_s=time.perf_counter() - started,
+        wall_s=_since(started),
         rows_per_step=sum(windows[-1]),
         purpose=purpose,
     )
@@ -207,11 +208,16 @@ def _run_windows(
                     reducing=reducing,
                 )
                 device.synchronize()
-                times_s.append(time.perf_counter() - begun)
+                times_s.append(_since(begun))
                 if len(times_s) == 1:
                     _refuse_nan(loss)
         state_bytes = _state_bytes(optimizer)
     return _Measured(watch, tuple(times_s[1:]), state_bytes, on_host.peak_bytes)
+
+
+def _since(begun: float) -> float:
+    """Seconds; never none or fewer, whatever becomes of the clock of a machine that is moved or suspended."""
+    return max(time.perf_counter() - begun, _SHORTEST_S)
 
 
 def _repeated(

@@ -7,6 +7,7 @@ out of memory leaves nobody waiting.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from math import inf, isclose
 from typing import Any, NamedTuple, final
@@ -148,7 +149,8 @@ class Reducer:
         # On the host where the group can: reading from the device would wait for everything queued there.
         where = "cpu" if "gloo" in str(dist.get_backend_config(self._group)) else torch.accelerator.current_accelerator()
         placed = said.to(where)
-        dist.all_reduce(placed, group=self._group)
+        with _naming_lost_ranks():
+            dist.all_reduce(placed, group=self._group)
         return placed.cpu()
 
     def prepare(self, gradients: Iterable[Tensor | None]) -> None:
@@ -218,6 +220,18 @@ class Reducer:
                 flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
                 dist.broadcast(flat, source, group=self._group)
                 _unflatten(flat, bucket)
+
+
+@contextmanager
+def _naming_lost_ranks() -> Iterator[None]:
+    """A connection that breaks while ranks say how they stand is the fault of one that is gone."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.distributed.DistError is one
+        raise RankMismatchError(
+            "another rank cannot be reached any more: it has ended or died, and its own output says why. Start all ranks "
+            f"again, from a checkpoint ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})."
+        ) from error
 
 
 def _refuse_differing(fingerprints: Sequence[float], counts: Sequence[float]) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import log
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import msgspec
 import psutil
 
-from autoaccum.errors import InvalidRequestError
+from autoaccum.errors import AutoaccumError, InvalidRequestError
 from autoaccum.fingerprint import digest
 from autoaccum.optuna_terms import CHOICES, claim_of, distributions, params_of, point_in, space_of, trial_in
 from autoaccum.records import Candidate, Fit, OutOfMemory, Trial
@@ -49,20 +49,40 @@ class Study:
         self._seed, self._objective, self._budget_bytes = seed, objective, budget_bytes
         self._asked: tuple[optuna.Trial, Point] | None = None
         self._running: optuna.Trial | None = None
+        self._storage = storage
         with _quiet():
             self._study = _opened(storage, f"autoaccum-{digest(fingerprint)[:12]}", objective)
+        with _quiet(), self._reached():
             if not self._study.user_attrs:
                 for name, value in fingerprint.items():
                     self._study.set_user_attr(name, value)
-        self._end_abandoned()
+            self._end_abandoned()
         self._seen: set[int] = set()
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        """Whatever fails inside is the storage's, and is told with its name: no code of the user's runs there.
+
+        Raises:
+            AutoaccumError: When it does.
+        """
+        try:
+            yield
+        except Exception as error:
+            raise AutoaccumError(
+                f"storage={shown(self._storage)} failed: {type(error).__name__}: {one_line(str(error), 400)}. Expected one "
+                "that can be read and written; is its disk full, or was the file changed by something else? Trials stored so "
+                "far are kept."
+            ) from error
 
     # -- the log
 
     def news(self) -> list[Trial]:
         """What has been finished since this was asked last, by earlier runs and by other machines, in the order begun."""
         found = []
-        for other in self._study.get_trials(deepcopy=False):
+        with self._reached():
+            others = self._study.get_trials(deepcopy=False)
+        for other in others:
             if other.state.is_finished() and other.number not in self._seen:
                 self._seen.add(other.number)
                 found.append(trial_in(other))
@@ -79,12 +99,17 @@ class Study:
     def busy(self) -> set[Point]:
         """What other machines are running now."""
         own = None if self._running is None else self._running.number
-        running = [other for other in self._study.get_trials(deepcopy=False) if other.state.name == "RUNNING"]
+        with self._reached():
+            running = [other for other in self._study.get_trials(deepcopy=False) if other.state.name == "RUNNING"]
         found = {point_in(other) for other in running if other.number != own}
         return {point for point in found if point is not None}
 
     def begin(self, candidate: Candidate) -> None:
         """This is going to run here."""
+        with self._reached():
+            self._begin(candidate)
+
+    def _begin(self, candidate: Candidate) -> None:
         point, asked = Point(candidate.levers, candidate.micro_batch), self._asked
         self._asked = None
         if asked is not None and asked[1] == point:
@@ -96,18 +121,23 @@ class Study:
             self._running = self._claimed(candidate)
 
     def abandon(self) -> None:
-        """What was begun did not come to its end."""
-        if self._running is not None:
-            self._fail(self._running.number)
-            self._running = None
+        """What was begun did not come to its end. The error that ended it matters more than one of the storage."""
+        running, self._running = self._running, None
+        if running is not None:
+            with suppress(Exception):
+                self._fail(running.number)
 
     def end(self, trial: Trial) -> None:
         """This came of it."""
+        with self._reached():
+            self._end(trial)
+
+    def _end(self, trial: Trial) -> None:
         from optuna.trial import TrialState
 
         running = self._running
         if running is None:  # run by a worker that has died since
-            self.begin(trial.candidate)
+            self._begin(trial.candidate)
             running = self._running
         assert running is not None
         running.set_user_attr("trial", msgspec.json.encode(trial).decode())
@@ -169,10 +199,12 @@ class Study:
 
         What it suggests and is not among them is told to be pruned, without running.
         """
+        with self._reached():
+            return self._sampled(points) if points else None
+
+    def _sampled(self, points: Sequence[Point]) -> Point:
         from optuna.trial import TrialState
 
-        if not points:
-            return None
         for _ in range(_MOST_ASKS):
             self._study.sampler = self._sampler()
             asked = self._study.ask(space_of(points))

@@ -187,10 +187,12 @@ def take_step(
     *,
     scaler: torch.amp.GradScaler | None,
     max_grad_norm: float | None,
+    progress: Progress,
 ) -> Step:
     """Everything that happens once per window after the gradients are complete: unscale, check, clip, step, update, zero.
 
-    A gradient that is not finite skips the step. Reads from the device.
+    A gradient that is not finite skips the step. Reads from the device. What fails before `progress` is in the optimizer
+    phase has changed neither parameters nor optimizer state.
     """
     with training_modes():
         if scaler is not None:
@@ -203,6 +205,7 @@ def take_step(
             clip(gradients, norm, max_grad_norm)
         del gradients
         finite = accumulation.narrow() and finite
+        progress.phase = "optimizer"
         if scaler is not None:
             scaler.step(optimizer)  # looks for infinities itself, and finds the same
             scaler.update()

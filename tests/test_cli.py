@@ -543,6 +543,13 @@ def test_interrupt_while_torch_is_imported(started_command: Start, folder: Path)
     assert (out, err.strip()) == (b"", b"interrupted")
 
 
+def test_interrupt_that_the_target_raises(command: Command, tmp_path: Path) -> None:
+    """A target that raises KeyboardInterrupt itself ends as Ctrl-C does, without a traceback."""
+    (tmp_path / "target.py").write_text("def build():\n    raise KeyboardInterrupt\n")
+    done = command("probe", "target.py:build", folder=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "interrupted")
+
+
 def test_plan_record_is_what_the_worker_answers(runs: dict[str, CompletedProcess[str]], folder: Path) -> None:
     """The JSON of the command line has every field of a plan and no other."""
     assert runs["plan"].returncode == 0
@@ -553,6 +560,9 @@ def test_plan_record_is_what_the_worker_answers(runs: dict[str, CompletedProcess
 # -- check
 
 CHECKED = """
+import ctypes
+import os
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -581,6 +591,12 @@ class Failing(nn.Linear):
 
 def failing_forward():
     return Failing(8, 3), torch.randn(4, 8)
+
+
+def printing():
+    os.write(1, b"written to descriptor 1\\n")
+    ctypes.CDLL(None).printf(b"printed by C\\n")
+    return exact()
 """
 
 Check = Callable[..., tuple[object, str, str]]
@@ -670,6 +686,25 @@ def test_error_of_a_checked_target_is_the_users_own(check: Check, target: str, e
     assert (code, out) == (2, "")
     assert err.startswith("Traceback") and error in err and "checked.py" in err
     assert str(Path(autoaccum.__file__).parent) + os.sep not in err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="looks for the C library as POSIX has it")
+@pytest.mark.parametrize("subcommand", ["check", "predict"])
+def test_what_c_code_prints_is_not_the_answer(
+    subcommand: str, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a target writes to descriptor 1, and prints with buffers of the C library, is on stderr; stdout is JSON."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "checked", raising=False)
+    (tmp_path / "checked.py").write_text(CHECKED)
+    more = ["--target-batch", "8", "--gpu", "1GiB"] if subcommand == "predict" else []
+    with pytest.raises(SystemExit) as ended:
+        cli.main([subcommand, "checked.py:printing", *more, "--json", "-"])
+    shown = capfd.readouterr()
+    assert not ended.value.code
+    json.loads(shown.out)
+    assert "written to descriptor 1" in shown.err and "printed by C" in shown.err
 
 
 # -- compare and report

@@ -12,7 +12,7 @@ import autoaccum
 ROOT = Path(autoaccum.__file__).parent
 
 ROWS = (
-    ("errors",),
+    ("errors", "signals"),
     ("units",),
     ("records",),
     ("schedule", "caps", "timing"),
@@ -37,11 +37,13 @@ ROWS = (
     ("targets", "integrations"),
     ("worker",),
     ("cli",),
+    ("entry",),
     ("__main__", "__init__"),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 WITHOUT_TORCH = (
     "errors",
+    "signals",
     "units",
     "records",
     "schedule",
@@ -52,6 +54,7 @@ WITHOUT_TORCH = (
     "comparing",
     "tradeoffs",
     "cli",
+    "entry",
 )
 
 

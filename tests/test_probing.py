@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -48,6 +49,15 @@ def test_trial_that_fits_has_peak_time_and_rows() -> None:
     assert len(found.trial.outcome.step_times_s) == 1
     assert (found.trial.rows_per_step, found.trial.candidate.micro_batch) == (10, 5)
     assert found.optimizer_state_bytes
+
+
+def test_clock_that_goes_backwards_gives_no_negative_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every reading of the clock is an hour before the last, times are above 0 still."""
+    readings = count(0.0, -3600.0)
+    monkeypatch.setattr("time.perf_counter", lambda: next(readings))
+    trial = attempt(linear(), 5).trial
+    assert isinstance(trial.outcome, Fit)
+    assert trial.wall_s > 0 and min(trial.outcome.step_times_s) > 0
 
 
 def test_probe_runs_two_steps_of_two_micro_batches() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 import autoaccum
 from autoaccum import Plan
-from autoaccum.errors import InvalidRequestError
+from autoaccum.errors import AutoaccumError, InvalidRequestError
 from autoaccum.fingerprint import fingerprint_of
 from autoaccum.records import Candidate, Fit, Levers, Outcome, OutOfMemory, Refused, Trial, to_json
 from autoaccum.request import Request
@@ -87,6 +88,53 @@ def _opened(storage: Any) -> Any:
     if isinstance(storage, str) and storage.endswith(".log"):
         return optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(storage))
     return storage
+
+
+# -- a storage that fails
+
+
+class Full(optuna.storages.InMemoryStorage):
+    """Has no room left once `is_full` is set."""
+
+    is_full = False
+
+    def _refuse(self) -> None:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def create_new_trial(self, *args: Any, **more: Any) -> int:
+        self._refuse()
+        return super().create_new_trial(*args, **more)
+
+    def set_trial_user_attr(self, *args: Any, **more: Any) -> None:
+        self._refuse()
+        super().set_trial_user_attr(*args, **more)
+
+    def set_trial_state_values(self, *args: Any, **more: Any) -> bool:
+        self._refuse()
+        return super().set_trial_state_values(*args, **more)
+
+
+@pytest.mark.parametrize("at", ["begin", "end"])
+def test_storage_that_fails_is_named(at: str) -> None:
+    """A disk that is full when a trial begins or ends is an error of ours, which names the storage and its cause."""
+    full = Full()
+    found = study(full)
+    if at == "end":
+        found.begin(trial(8).candidate)
+    full.is_full = True
+    with pytest.raises(AutoaccumError, match=r"storage=.* failed: OSError: .*No space left.* disk full") as caught:
+        run(found, trial(8)) if at == "begin" else found.end(trial(8))
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_storage_that_fails_leaves_the_users_error_alone() -> None:
+    """What ended a trial comes out, even where the storage cannot take that down."""
+    full = Full()
+    found = study(full)
+    found.begin(trial(8).candidate)
+    full.is_full = True
+    found.abandon()
 
 
 # -- what is stored

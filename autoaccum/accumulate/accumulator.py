@@ -129,7 +129,7 @@ class Accumulator:
             Gradients are None. After an error before the optimizer's step, generators and buffers are as they were.
         """
         run = Run(self._training, batch)
-        with run.contexts():
+        with run.contexts(), run.whole_or_undone():
             while not run.attempt():
                 pass
             return run.finish()

@@ -29,11 +29,6 @@ class Cut:
         self._limits_before: list[dict[str, Any]] | None = None
         self.pieces: tuple[Piece, ...] = ()
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the rows are known."""
-        return self._share is not None
-
     def begin(self, batch: Any) -> None:
         """Look where the rows are.
 

@@ -94,7 +94,7 @@ class OpenWindow:
         return whole[torch.tensor(positions, device=whole.device).argsort()] if positions else whole
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: object) -> None:
-        with self._stack:
+        with self._stack, self._run.whole_or_undone():
             if error is not None:
                 self._advise(error)
                 self._run.abandon(error)

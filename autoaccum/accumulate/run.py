@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from math import inf, isnan, nan
 from typing import Any, TypeVar, final
 
@@ -52,15 +52,31 @@ class Run:
         self._versions: list[tuple[Tensor, int]] = []
         self._replays = 0
         self._in_step = False  # with the other ranks, where they run together
+        self._is_marked = False
+        self._others_step = False  # nothing that fails here keeps them from it
 
     def contexts(self) -> ExitStack:
         """The plan's levers on, the reducers of DistributedDataParallel off."""
-        training, stack = self.training, ExitStack()
-        if training.plan is not None:
-            stack.enter_context(training.plan.applied(training.module, training.optimizer))
-        # A step may call the wrapped model, or another one, by a name of its own.
-        stack.enter_context(unsynchronised(training.wrapped, look_for_others=not training.is_compiled))
-        return stack
+        training = self.training
+        with ExitStack() as stack:
+            if training.plan is not None:
+                stack.enter_context(training.plan.applied(training.module, training.optimizer))
+            # A step may call the wrapped model, or another one, by a name of its own.
+            stack.enter_context(unsynchronised(training.wrapped, look_for_others=not training.is_compiled))
+            return stack.pop_all()
+
+    @contextmanager
+    def whole_or_undone(self) -> Iterator[None]:
+        """Ctrl-C comes anywhere, also between the parts that undo the window by themselves: nothing of it is left then."""
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):  # a lost device context: the error at hand matters more
+                if self.progress.phase != "optimizer":
+                    self.undo()
+                elif self.accumulation is not None:
+                    self.accumulation.discard()
+            raise
 
     def attempt(self) -> bool:
         """Accumulate the whole window once; False when it has to be run again in smaller micro-batches."""
@@ -118,7 +134,7 @@ class Run:
     def begin(self) -> Iterator[Any]:
         """Start an attempt; gives the micro-batches, not yet placed, in the order of `scales`."""
         training = self.training
-        if not self.cut.has_begun:
+        if not self._is_marked:
             training.refuse_broken()
             refuse_deferred_step(*training.given)
             refuse_present(self._parameters)
@@ -127,6 +143,7 @@ class Run:
             if not training.counts["windows"] and training.weigher.counts_rows and has_ignored_labels(self._batch):
                 logger.warning(IGNORED_LABELS)
             self._versions = [(tensor, tensor._version) for tensor in self._tensors_in_reach()]
+            self._is_marked = True  # there is a mark of this window to go back to
         make = self.cut.again()
         weights = self._weights(make)
         self._weight = float(sum(weights))
@@ -166,14 +183,14 @@ class Run:
         if self.accumulation is not None:
             self.accumulation.discard()
             self.accumulation = None
-        return self.training.rewinder.rewind() if self.cut.has_begun else []
+        return self.training.rewinder.rewind() if self._is_marked else []
 
     def _tell_failure(self, error: Exception) -> None:
         if self.training.sharding.lockstep:
             if not self._in_step:  # else the others wait inside the model, where nothing can be said
                 self.training.sharding.give_up(error)
         else:
-            with suppress(RuntimeError):  # a lost connection: this rank's own error matters more
+            with suppress(RuntimeError, RankMismatchError):  # a lost connection: this rank's own error matters more
                 self.training.reducer.agree(Standing(Status.FAILED), self._gradients())
 
     def _recover(self, failure: Failure) -> bool:
@@ -292,8 +309,14 @@ class Run:
             if getattr(training.model, "broadcast_buffers", True):  # DistributedDataParallel's own switch
                 training.reducer.broadcast(training.module.buffers())
         refuse_none(self.accumulation)
-        self.progress.phase = "optimizer"
-        step = take_step(self.accumulation, training.optimizer, scaler=training.scaler, max_grad_norm=training.max_grad_norm)
+        self._others_step = training.reducer.world_size > 1
+        step = take_step(
+            self.accumulation,
+            training.optimizer,
+            scaler=training.scaler,
+            max_grad_norm=training.max_grad_norm,
+            progress=self.progress,
+        )
         if step.taken and training.scheduler is not None:
             training.scheduler.step()
         return step
@@ -308,8 +331,8 @@ class Run:
         if training.scaler is not None:
             with suppress(AssertionError):  # it has seen no gradient yet
                 training.scaler.update()
+        training.broken = training.broken or self._others_step
         if self.progress.phase == "optimizer":
-            training.broken = training.reducer.world_size > 1
             row = recognise(error, ERROR_ROWS)
             if row is not None and row.verdict in TOO_LARGE:
                 error.add_note(
@@ -318,7 +341,7 @@ class Run:
                     "foreach=False."
                 )
         if isinstance(error, Exception):
-            with suppress(RuntimeError):  # a lost connection: this rank's own error matters more
+            with suppress(RuntimeError, RankMismatchError):  # a lost connection: this rank's own error matters more
                 training.reducer.settle(failed=True, loss=0.0)
 
 

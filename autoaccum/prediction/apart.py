@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -69,8 +71,17 @@ def apart(run: Callable[[], T]) -> T:
 def _work(run: Callable[[], object], sender: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process
     gc.freeze()  # what the parent made stays; looking through it takes as long as many a trace
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)  # the pool of threads was not copied, and a parallel kernel would wait for it
     try:
         sender.send((run(),))
     except KeyboardInterrupt:  # raised by the code itself: it is the caller's
         sender.send(None)
+
+
+def _end_with_parent() -> None:
+    """Nobody waits for this process when the one that started it was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -65,6 +65,7 @@ class Snapshot:
             self._restores.append(keep_optimizer(optimizer))
         try:
             self._tensors = [keep_tensor(tensor, self._vault) for tensor in _tensors_of(model, optimizer)]
+            self._vault.flush()
         except BaseException:
             self._vault.close()  # there may be no room for all of it
             raise

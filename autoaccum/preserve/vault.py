@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import final
 
 import torch
 from torch import Tensor, nn
+
+from autoaccum.errors import AutoaccumError
 
 
 @final
@@ -14,15 +18,23 @@ class Vault:
     """Keeps the values of tensors, in host memory or in a file without a name."""
 
     def __init__(self, on_disk: bool) -> None:
-        self._file = tempfile.TemporaryFile(prefix="autoaccum-") if on_disk else None  # noqa: SIM115 - closed by close()
+        with _naming_the_folder():
+            self._file = tempfile.TemporaryFile(prefix="autoaccum-") if on_disk else None  # noqa: SIM115 - closed by close()
 
     def put(self, tensor: Tensor) -> Tensor | int:
         """Keep a copy of the values; gives the copy, or where in the file it is."""
         if self._file is None or not _is_plain(tensor):
             return tensor.to("cpu", copy=True)
-        offset = self._file.seek(0, 2)
-        self._file.write(_bytes_of(tensor.contiguous()))
+        with _naming_the_folder():
+            offset = self._file.seek(0, 2)
+            self._file.write(_bytes_of(tensor.contiguous()))
         return offset
+
+    def flush(self) -> None:
+        """Everything is written, so that taking it back needs no room."""
+        if self._file is not None:
+            with _naming_the_folder():
+                self._file.flush()
 
     def take_into(self, kept: Tensor | int, tensor: Tensor) -> None:
         """Write the kept values into the tensor."""
@@ -38,7 +50,20 @@ class Vault:
     def close(self) -> None:
         """Drop everything kept."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # what could not be written is not needed any more
+                self._file.close()
+
+
+@contextmanager
+def _naming_the_folder() -> Iterator[None]:
+    """A disk that is full or read-only is told with the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise AutoaccumError(
+            "the model's weights and optimizer state could not be kept in a temporary file, for after the search: "
+            f"{error.strerror or error}. Make room, or set TMPDIR to a folder on a disk with as many bytes as they take."
+        ) from error
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -29,20 +29,21 @@ def read_bounded(path: Path) -> bytes:
     return found
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write the text to the file; a file that is there is replaced as a whole, or stays as it is on an error.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write text or bytes to the file; a file that is there is replaced as a whole, or stays as it is on an error.
 
     Raises:
         OSError: When the folder is missing, not writable or full; no temporary file is left.
     """
+    encoded = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():  # /dev/stdout and the like cannot be replaced
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(encoded)
         return
     path = path.resolve()  # a link stays a link: /dev/stdout is one, and may lead to a file
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(encoded)
         Path(name).chmod(0o666 & ~_umask())
         Path(name).replace(path)
     except BaseException:

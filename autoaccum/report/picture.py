@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from autoaccum.errors import InvalidRequestError, MissingExtraError
+from autoaccum.errors import AutoaccumError, InvalidRequestError, MissingExtraError
 from autoaccum.records import Phase, Timeline
+from autoaccum.report.files import write_whole
 from autoaccum.units import format_bytes, shown
 
 _FORMATS = (".svg", ".png")
@@ -20,9 +23,11 @@ def drawing_to(path: str | Path) -> Callable[[Timeline], None]:
     """What draws to this file. Asked for before the work, so that a mistake shows before it and not after.
 
     Raises:
-        InvalidRequestError: When the file's name has another ending, or its folder is not there.
+        InvalidRequestError: When it is no file name, has another ending, or its folder is not there or cannot be written to.
         MissingExtraError: When matplotlib is not installed, with the pip command.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise InvalidRequestError(f"picture={shown(path)} is a {type(path).__name__}; expected a file name.")
     target = Path(path)
     if target.suffix.lower() not in _FORMATS:
         raise InvalidRequestError(
@@ -30,6 +35,10 @@ def drawing_to(path: str | Path) -> Callable[[Timeline], None]:
         )
     if not target.absolute().parent.is_dir():
         raise InvalidRequestError(f"the folder of picture={shown(str(path))} does not exist.")
+    if target.is_dir() or not os.access(target.absolute().parent, os.W_OK):
+        raise InvalidRequestError(
+            f"picture={shown(str(path))} cannot be written there; expected a file in a folder of your own."
+        )
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -38,7 +47,12 @@ def drawing_to(path: str | Path) -> Callable[[Timeline], None]:
     def draw(timeline: Timeline) -> None:
         figure = Figure(figsize=(11, 5), layout="constrained")
         _fill(figure.subplots(), timeline)
-        figure.savefig(target)
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format=target.suffix.lower()[1:])
+        try:
+            write_whole(target, drawn.getvalue())
+        except OSError as error:
+            raise AutoaccumError(f"picture={shown(str(path))} could not be written: {error.strerror or error}.") from None
 
     return draw
 

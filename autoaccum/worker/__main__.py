@@ -11,4 +11,7 @@ if __name__ == "__main__":
 
     from autoaccum.worker.child import main
 
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # raised by the target itself
+        sys.exit(130)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
@@ -61,7 +62,7 @@ def checked_target(target: str, rows: int, device: str | None) -> CheckResult | 
         AutoaccumError: When the target or the device cannot be used.
     """
     try:
-        with redirect_stdout(sys.stderr):  # what the user's code prints is not the answer
+        with _answer_apart():
             workload = load_target(target)
             chosen = None if device is None else _device_named(device, workload)
             return check_workload(workload, rows, chosen)
@@ -80,7 +81,7 @@ def predicted_target(
         AutoaccumError: When the target or a GPU cannot be used, or nothing fits.
     """
     try:
-        with redirect_stdout(sys.stderr):  # what the user's code prints is not the answer
+        with _answer_apart():
             named = gpus_for(gpus[0] if len(gpus) == 1 else list(gpus))
             workload = load_target(target, without_values=True)
             return predict_workload(workload, Request(**numbers), named, world_size=world_size, picture=picture)
@@ -100,6 +101,27 @@ def _device_named(name: str, workload: Workload) -> AbstractDevice:
     device = device_for(name, torch.device(place.type, place.index or 0) if has_index else torch.device(place.type))
     workload.move_to(device.torch_device)
     return device
+
+
+@contextmanager
+def _answer_apart() -> Iterator[None]:
+    """What the user's code prints, also below Python, goes to standard error: it is not the answer."""
+    try:
+        sys.stdout.flush()
+        kept = os.dup(1)
+    except OSError:  # there is no standard output
+        with redirect_stdout(sys.stderr):
+            yield
+        return
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if os.name == "posix":
+            ctypes.CDLL(None).fflush(None)  # what C code has printed and not written yet would come out afterwards
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _own_pipes() -> BinaryIO:

@@ -160,7 +160,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             with suppress(BrokenPipeError):
                 pipe.close()
     try:
-        process.wait(_GRACE_S)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        process.kill()
-        process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+    finally:  # whatever signal comes meanwhile
+        if process.poll() is None:
+            process.kill()
+            process.wait()

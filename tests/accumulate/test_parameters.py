@@ -174,6 +174,20 @@ def test_gradients_of_others_beside_a_reentrant_checkpoint() -> None:
     assert torch.equal(held, torch.ones(1, 4))
 
 
+def test_gradients_of_others_beside_a_reentrant_checkpoint_that_fails() -> None:
+    """The same where the backward pass raises."""
+    model, acc = beside_a_reentrant_checkpoint()
+    held = model[2].weight.grad = torch.ones(1, 4)
+
+    def fails(gradient: Tensor) -> None:
+        raise ZeroDivisionError
+
+    model[1].weight.register_hook(fails)
+    with pytest.raises(ZeroDivisionError):
+        acc.step(torch.randn(6, 3))
+    assert model[2].weight.grad is held
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_parameters_that_join_the_optimizer(reentrant: bool) -> None:
     """A layer whose parameters join the optimizer after some windows is trained from then on."""

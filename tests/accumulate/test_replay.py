@@ -515,6 +515,35 @@ def test_refusal_before_the_step_undoes_the_window() -> None:
     undone(acc, model, rows(), InvalidRequestError)
 
 
+@pytest.mark.parametrize("place", ["window.total_norm", "accumulate.run.refuse_none", "accumulate.run.Run.agree"])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_failure_between_the_last_backward_and_the_step(
+    kind: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clipping runs out of memory, or Ctrl-C comes in between: the window is undone, since nothing has stepped yet."""
+    model = Net(noisy=True, normed=True)
+    acc = accumulator(model, max_grad_norm=1.0)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise kind("between")
+
+    monkeypatch.setattr(f"autoaccum.{place}", fails)
+    assert not hasattr(undone(acc, model, rows(), kind), "__notes__")
+
+
+def test_window_that_ends_before_its_mark_goes_back_to_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the start of a window is marked leaves buffers and generators alone: the mark is of an earlier window."""
+    model = Net(noisy=True, normed=True)
+    acc = accumulator(model)
+    acc.step(rows())
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autoaccum.rewind.Rewinder.mark", interrupted)
+    undone(acc, model, rows(), KeyboardInterrupt)
+
+
 # -- what was learned
 
 

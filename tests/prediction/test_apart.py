@@ -6,7 +6,9 @@ import importlib
 import os
 import signal
 import sys
+import time
 
+import psutil
 import pytest
 import torch
 
@@ -54,3 +56,26 @@ def test_no_process_is_left() -> None:
     pid = apart(os.getpid)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_killed_parent_leaves_no_process() -> None:
+    """Where the process that waits is killed, the other one ends as well, whatever it is at."""
+    receiver, sender = os.pipe()
+
+    def work() -> None:
+        os.write(sender, os.getpid().to_bytes(8, "little"))
+        time.sleep(60)
+
+    waiting = os.fork()
+    if waiting == 0:
+        try:
+            apart(work)
+        finally:
+            os._exit(1)
+    pid = int.from_bytes(os.read(receiver, 8), "little")
+    os.kill(waiting, signal.SIGKILL)
+    os.waitpid(waiting, 0)
+    os.close(receiver)
+    os.close(sender)
+    _, alive = psutil.wait_procs([psutil.Process(pid)], timeout=20) if psutil.pid_exists(pid) else ([], [])
+    assert [left for left in alive if left.status() != psutil.STATUS_ZOMBIE] == []

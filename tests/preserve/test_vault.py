@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from autoaccum.errors import AutoaccumError
 from autoaccum.preserve import preserved
 
 from .networks import CPU, RunChild
@@ -39,18 +39,20 @@ def test_no_file_is_ever_seen(temporary: Path, error: Exception | None) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
-def test_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the disk is full that error comes out, and the file is closed."""
+@pytest.mark.parametrize("buffering", [0, 2**20], ids=["unbuffered", "buffered"])
+def test_full_disk(buffering: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the disk is full that is told before anything is run, with a remedy, and the file is closed."""
     files: list[Any] = []
 
     def full(prefix: str) -> Any:
-        files.append(Path("/dev/full").open("r+b", buffering=0))  # noqa: SIM115 - closed by the vault
+        files.append(Path("/dev/full").open("r+b", buffering=buffering))  # noqa: SIM115 - closed by the vault
         return files[-1]
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    with pytest.raises(OSError) as caught, preserved(nn.Linear(64, 64), device=CPU, on_disk=True):
+    with pytest.raises(AutoaccumError) as caught, preserved(nn.Linear(64, 64), device=CPU, on_disk=True):
         raise AssertionError("was run")
-    assert caught.value.errno == errno.ENOSPC
+    assert "No space left on device. Make room, or set TMPDIR" in str(caught.value)
+    assert isinstance(caught.value.__cause__, OSError)
     assert files[0].closed
 
 
@@ -62,7 +64,8 @@ def resident(run_child: RunChild) -> dict[str, int]:
         import torch
         from torch import nn
         from autoaccum.devices.cpu import CpuDevice
-        from autoaccum.preserve import preserved
+        from autoaccum.errors import AutoaccumError
+from autoaccum.preserve import preserved
 
         device = CpuDevice()
         model = nn.Sequential(*[nn.Linear(2560, 2560, bias=False) for _ in range(8)])

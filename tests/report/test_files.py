@@ -24,6 +24,12 @@ def test_text_is_written(tmp_path: Path) -> None:
     assert listed(tmp_path) == ["plan.json"]
 
 
+def test_bytes_are_written(tmp_path: Path) -> None:
+    """Bytes, of a picture for example, are written as they are."""
+    write_whole(tmp_path / "step.png", b"\x89PNG\r\n")
+    assert (tmp_path / "step.png").read_bytes() == b"\x89PNG\r\n"
+
+
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     """A longer file that was there is gone, and a reader that has it open still reads all of the old one."""
     path = tmp_path / "plan.json"

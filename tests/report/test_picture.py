@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import builtins
+import errno
+import os
 import xml.etree.ElementTree
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autoaccum.errors import InvalidRequestError, MissingExtraError
+from autoaccum.errors import AutoaccumError, InvalidRequestError, MissingExtraError
 from autoaccum.report.picture import Timeline, drawing_to
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -38,6 +40,42 @@ def test_missing_folder_is_refused(tmp_path: Path) -> None:
     """A folder that is not there is refused before the work, by its name."""
     with pytest.raises(InvalidRequestError, match="nowhere"):
         drawing_to(tmp_path / "nowhere" / "step.svg")
+
+
+@pytest.mark.parametrize("path", [5, None, b"step.svg"])
+def test_what_is_no_file_name_is_refused(path: Any) -> None:
+    """A number, for example, is refused with what is expected."""
+    with pytest.raises(InvalidRequestError, match=r"picture=.* is a \w+; expected a file name"):
+        drawing_to(path)
+
+
+def test_folder_that_cannot_be_written_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder without permission to write is refused before the work."""
+    monkeypatch.setattr(os, "access", lambda place, mode: False)  # a mode stops no superuser
+    with pytest.raises(InvalidRequestError, match="cannot be written there"):
+        drawing_to(tmp_path / "step.svg")
+
+
+def test_folder_in_place_of_the_picture_is_refused(tmp_path: Path) -> None:
+    """A folder that bears the picture's name is refused before the work."""
+    (tmp_path / "step.svg").mkdir()
+    with pytest.raises(InvalidRequestError, match="cannot be written there"):
+        drawing_to(tmp_path / "step.svg")
+
+
+def test_full_disk_leaves_the_picture_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture that cannot be written whole is told, and the one before stays."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    path = tmp_path / "step.svg"
+    path.write_text("the one before")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(AutoaccumError, match="could not be written: No space left on device"):
+        drawing_to(path)(timeline())
+    assert path.read_text() == "the one before" and list(tmp_path.iterdir()) == [path]
 
 
 def test_matplotlib_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
