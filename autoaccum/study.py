@@ -71,8 +71,8 @@ class Study:
         except Exception as error:
             raise AutoaccumError(
                 f"storage={shown(self._storage)} failed: {type(error).__name__}: {one_line(str(error), 400)}. Expected one "
-                "that can be read and written; is its disk full, or was the file changed by something else? Trials stored so "
-                "far are kept."
+                "that can be read and written; is its disk full, or was the file changed by something else? What was stored "
+                "so far is kept."
             ) from error
 
     # -- the log
