@@ -47,7 +47,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, tag_field="record", tag="autoa
 
         Example:
             >>> import torch, autoaccum
-            >>> plan = autoaccum.autotune(torch.nn.Linear(4, 2), torch.randn(2, 4), 10, device="virtual:1MiB")
+            >>> plan = autoaccum.autotune(torch.nn.Linear(4, 2), torch.randn(2, 4), 10, levers="none", device="virtual:1MiB")
             >>> plan.schedule(0)
             (10,)
         """

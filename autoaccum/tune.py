@@ -126,7 +126,7 @@ def autotune(
     Example:
         >>> import torch, autoaccum
         >>> model = torch.nn.Linear(1024, 1024)
-        >>> plan = autoaccum.autotune(model, torch.randn(8, 1024), 4096, device="virtual:48MiB")
+        >>> plan = autoaccum.autotune(model, torch.randn(8, 1024), 4096, device="virtual:48MiB", levers="none")
         >>> plan.effective_batch, sum(plan.micro_batch_sizes), plan.limited_by
         (4096, 4096, 'memory')
     """

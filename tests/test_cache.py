@@ -129,6 +129,7 @@ def test_remembered_plan_says_so(tmp_path: Path) -> None:
     assert second.measured_peak_bytes is not None and second.measured_peak_bytes <= second.budget_bytes
 
 
+@pytest.mark.slow
 def test_remembered_plan_keeps_its_trade_offs(tmp_path: Path) -> None:
     """Step time, settings and advice are those of the search that found it."""
     first, second = tune_tightly(tmp_path), tune_tightly(tmp_path)

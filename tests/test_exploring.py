@@ -251,6 +251,7 @@ def test_exact_levers_make_room_for_three_times_as_many_rows() -> None:
     assert sum(isinstance(trial.outcome, Fit) for trial in plan.trials) >= 0.7 * len(plan.trials)
 
 
+@pytest.mark.slow
 def test_recomputation_that_costs_more_than_it_brings_is_not_chosen() -> None:
     """Without an overhead, larger micro-batches bring nothing, and no block is computed again for them."""
     plan = tune(Net(overhead_s=0.0), 6, "virtual:50KiB")
@@ -378,6 +379,7 @@ def test_solved_number_of_blocks_runs_at_the_first_try() -> None:
     assert turned(plan) and all(isinstance(trial.outcome, Fit) for trial in turned(plan))
 
 
+@pytest.mark.slow
 def test_memory_that_no_trace_shows_costs_at_most_two_trials() -> None:
     """Where real steps hold more than traced ones, what was measured as it is corrects the number of blocks."""
 
@@ -433,6 +435,7 @@ def test_memory_objective_takes_the_lowest_peak() -> None:
     assert plan.objective == "memory" and plan.measured_peak_bytes == min(measured_peaks(model, 12).values())
 
 
+@pytest.mark.slow
 def test_memory_objective_takes_few_trials() -> None:
     """The leanest setting is foreseen: with every exact lever allowed, few settings are run."""
     plan = tune(Net(blocks=2), 12, objective="memory", levers="exact")
@@ -452,6 +455,7 @@ class Fat(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_memory_objective_takes_the_fastest_of_equal_peaks() -> None:
     """Where the optimizer's step holds the most, rows are free, and one row at a time would only be slow."""
     plan = tune(Fat(), 256, objective="memory", optimizer=torch.optim.AdamW, levers=FOREACH)
@@ -482,6 +486,7 @@ def test_equal_micro_batches_are_equal_under_levers_too() -> None:
     assert all(14 % trial.candidate.micro_batch == 0 for trial in plan.trials if trial.purpose == "confirm")
 
 
+@pytest.mark.slow
 def test_levers_may_make_an_equal_division_possible() -> None:
     """Where what fits as it is divides the target in no way, levers that make room for all of it are turned."""
     equal: dict[str, Any] = {"equal_micro_batches": True, "multiple_of": 4}
@@ -504,6 +509,7 @@ def test_nothing_above_the_callers_bound_is_run() -> None:
     assert max(trial.candidate.micro_batch for trial in plan.trials) == 6 and turned(plan)
 
 
+@pytest.mark.slow
 def test_data_set_bounds_the_micro_batch_under_levers_too() -> None:
     """With ten samples no micro-batch is above ten, and the plan says that a step sees samples twice."""
     data = TensorDataset(torch.randn(10, 64))
@@ -536,6 +542,7 @@ def test_division_that_leaves_a_row_too_few_is_passed_over(target: int, objectiv
         assert plan.min_micro_batch == 2
 
 
+@pytest.mark.slow
 def test_too_small_rest_as_it_is_leaves_room_for_levers() -> None:
     """Where the only sizes that fit as they are leave a single row, a larger size with levers is the plan."""
 

@@ -151,6 +151,7 @@ def test_prediction_that_was_not_made_is_not_made_for_a_table() -> None:
 # -- recomputation
 
 
+@pytest.mark.slow
 def test_work_counts_what_is_computed_again() -> None:
     """Each block that is computed again costs its own matrix products once more: a third of a step for all of them."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
@@ -202,6 +203,7 @@ def test_solved_number_of_blocks_is_the_smallest_that_fits(times: tuple[int, ...
     assert found == wanted
 
 
+@pytest.mark.slow
 def test_few_numbers_of_blocks_are_traced() -> None:
     """The number is solved for, not tried: with ten blocks a handful of traces tell."""
     model = Net(*[8] * 10)
@@ -295,7 +297,7 @@ def test_known_family_is_affordable_when_time_is_up() -> None:
     with search_of(Net(8, 8), "64MiB") as search:
         foreseen = foresight_of(search)
         foreseen.raw_peak(AS_IT_IS, 8)
-        search.tracing_s = 1e9
+        search._forecasts.tracing_s = 1e9
         assert foreseen.is_affordable(AS_IT_IS) and not foreseen.is_affordable(FULL)
 
 
@@ -304,5 +306,5 @@ def test_family_that_differs_in_the_optimizer_alone_is_known_with_it() -> None:
     with search_of(Net(8, 8), "64MiB") as search:
         foreseen = foresight_of(search)
         foreseen.raw_peak(FULL, 8)
-        search.tracing_s = 1e9
+        search._forecasts.tracing_s = 1e9
         assert foreseen.is_affordable(Levers(checkpointing="full", optimizer_impl="foreach"))

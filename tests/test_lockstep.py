@@ -192,11 +192,11 @@ def test_statistics_over_ranks_hang_nobody(searches: Answers) -> None:
 def test_reduction_is_in_the_peak_of_wrapped_models(answers: Answers) -> None:
     """Buckets of DistributedDataParallel and the buffers of our own reduction, in float32 and bfloat16.
 
-    When an exchange lets go of a small tensor is for gloo's thread to say, hence the 1 %; the buckets are much more of it.
+    When an exchange lets go of a small tensor is for gloo's thread to say, hence the 5 %; the buckets are twice that.
     """
     for answer in answers:
         for measured, in_training in answer["wrapped_memory"]:
-            assert 0.99 * in_training <= measured <= 1.05 * in_training
+            assert 0.95 * in_training <= measured <= 1.05 * in_training
 
 
 @pytest.mark.parametrize("index", [0, 1], ids=["full", "selective"])
@@ -237,6 +237,7 @@ def test_levers_that_do_not_go_with_shards_are_skipped(searches: Answers) -> Non
         assert "optimizer_impl foreach" not in skipped
 
 
+@pytest.mark.slow
 def test_process_that_ends_in_a_trial_is_noticed(run: Run) -> None:
     """The others do not wait for it."""
     *others, ended = run(2, "ends")

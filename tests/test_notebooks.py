@@ -43,6 +43,7 @@ def settings_kept() -> Iterator[None]:
 LONG = (pytest.mark.slow, pytest.mark.timeout(900))  # several searches, each with its traces
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, marks=LONG if path.stem == "02_tradeoffs" else ()) for path in NOTEBOOKS],

@@ -48,6 +48,7 @@ def test_other_models_are_not_sharded() -> None:
     assert mesh_size(model.weight) is None
 
 
+@pytest.mark.slow
 def test_local_part_is_the_memory_itself(run_child: Callable[..., Any]) -> None:
     """What is written to it is in the distributed tensor; bytes are counted there."""
     source = """
@@ -73,6 +74,7 @@ answer([whole, all(now is before for now, before in zip(model.parameters(), own)
     assert run_alone(run_child, source) == [True, True]
 
 
+@pytest.mark.slow
 @needs_rest
 def test_pass_that_was_broken_off_leaves_nothing(run_child: Callable[..., Any]) -> None:
     """After an error in the middle of backward the next gradient is as if it had not been, and all is sharded."""
@@ -104,6 +106,7 @@ answer([rest, all(torch.equal(p.grad.to_local(), e) for p, e in zip(model.parame
     assert run_alone(run_child, source) == [True, True]
 
 
+@pytest.mark.slow
 @needs_rest
 def test_hooks_of_the_first_pass_survive_a_snapshot(run_child: Callable[..., Any]) -> None:
     """A state dict taken while parameters are whole has the shards, as without a search before it."""
@@ -119,6 +122,7 @@ answer(all(isinstance(value, DTensor) for value in model.state_dict().values()))
     assert run_alone(run_child, source)
 
 
+@pytest.mark.slow
 @needs_rest
 def test_snapshot_puts_shards_and_their_gradients_back(run_child: Callable[..., Any]) -> None:
     """Bit for bit, in the same memory, whether kept in memory or on disk."""
@@ -145,6 +149,7 @@ answer(found)
     assert run_alone(run_child, source) == [True] * 4
 
 
+@pytest.mark.slow
 def test_prediction_of_shards_is_refused(run_child: Callable[..., Any]) -> None:
     """Nothing can be traced, which is said with what can be done instead."""
     source = """
@@ -157,6 +162,7 @@ except autoaccum.InvalidRequestError as error:
     assert "predict it before it is sharded" in run_alone(run_child, source)
 
 
+@pytest.mark.slow
 def test_implementation_that_shards_do_not_take_is_no_lever(run_child: Callable[..., Any]) -> None:
     """Steps of torch without a rule for sharded parameters are skipped with torch's reason, before anything runs."""
     source = """

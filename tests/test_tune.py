@@ -190,6 +190,7 @@ def test_equal_micro_batches_are_the_largest_divisor(limit: int, target: int, si
     assert plan.micro_batch_sizes == (size,) * (target // size)
 
 
+@pytest.mark.slow
 def test_poor_divisor_is_said_with_near_targets() -> None:
     """A prime target is warned about, naming targets that divide well."""
     plan = tune(Fuse(10), 97, equal_micro_batches=True)
@@ -372,6 +373,7 @@ def test_batch_norm_refusing_one_row_is_not_a_ceiling(target: int, sizes: tuple[
     assert plan.limited_by == "memory"
 
 
+@pytest.mark.slow
 def test_batch_norm_is_named_as_not_exact_under_accumulation() -> None:
     """The plan names the layers that make accumulation differ from the big batch, where there is any."""
     assert any("'1'" in w or ": 1" in w for w in tune(norm_model(6), 12).warnings if "BatchNorm in train mode" in w)
@@ -564,7 +566,7 @@ def test_failure_at_any_forward_leaves_the_state_as_it_was(
     model, optimizer = trained()
     search(model, optimizer, "virtual:1GiB")
     forwards = model.calls
-    assert forwards > 12
+    assert forwards > 8
     for fail_at in range(1, forwards + 1):
         model, optimizer = trained()
         model.fail_at, model.error = fail_at, errors[fail_at % len(errors)]
@@ -795,6 +797,7 @@ def test_optimizer_step_hooks_are_left_out() -> None:
 # -- found by people who tried to break it
 
 
+@pytest.mark.slow
 def test_list_sample_is_probed_with_its_largest_items() -> None:
     """Items of a list differ in size: the largest are used, wherever they stand."""
 

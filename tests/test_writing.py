@@ -176,6 +176,7 @@ def test_what_memory_leaves_out_says_so() -> None:
     assert left and {row.note for row in left} == {"It is not expected to need less than what was measured."}
 
 
+@pytest.mark.slow
 def test_levers_that_change_the_numerics_are_mentioned() -> None:
     """With the exact levers, mixed precision has rows of its own that say what would be possible, and how to allow it."""
     plan = tune(Tiled(), 48, levers="exact")

@@ -42,7 +42,8 @@ def accelerator_kwargs(plan: Plan) -> dict[str, Any]:
 
     Example:
         >>> import torch, autoaccum
-        >>> plan = autoaccum.autotune(torch.nn.Linear(4, 2), torch.randn(2, 4), 8, max_micro_batch=2, device="virtual:1MiB")
+        >>> limits = {"max_micro_batch": 2, "levers": "none", "device": "virtual:1MiB"}
+        >>> plan = autoaccum.autotune(torch.nn.Linear(4, 2), torch.randn(2, 4), 8, **limits)
         >>> accelerator_kwargs(plan)["gradient_accumulation_plugin"].num_steps
         4
     """

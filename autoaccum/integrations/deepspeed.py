@@ -55,7 +55,7 @@ def deepspeed_config(plan: Plan, config: Mapping[str, Any] | None = None) -> dic
 
     Example:
         >>> import torch, autoaccum
-        >>> plan = autoaccum.autotune(torch.nn.Linear(4, 2), torch.randn(2, 4), 64, max_micro_batch=4, device="virtual:1MiB")
+        >>> plan = autoaccum.autotune(torch.nn.Linear(4, 2), torch.randn(2, 4), 64, levers="none", device="virtual:1MiB")
         >>> deepspeed_config(plan, {"train_batch_size": "auto", "zero_optimization": {"stage": 2}})["train_batch_size"]
         64
     """

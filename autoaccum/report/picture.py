@@ -31,13 +31,13 @@ def drawing_to(path: str | Path) -> Callable[[Timeline], None]:
     target = Path(path)
     if target.suffix.lower() not in _FORMATS:
         raise InvalidRequestError(
-            f"picture={shown(str(path))} cannot be drawn; expected a file name that ends in .svg or .png."
+            f"picture={shown(str(path), 300)} cannot be drawn; expected a file name that ends in .svg or .png."
         )
     if not target.absolute().parent.is_dir():
-        raise InvalidRequestError(f"the folder of picture={shown(str(path))} does not exist.")
+        raise InvalidRequestError(f"the folder of picture={shown(str(path), 300)} does not exist.")
     if target.is_dir() or not os.access(target.absolute().parent, os.W_OK):
         raise InvalidRequestError(
-            f"picture={shown(str(path))} cannot be written there; expected a file in a folder of your own."
+            f"picture={shown(str(path), 300)} cannot be written there; expected a file in a folder of your own."
         )
     try:
         from matplotlib.figure import Figure
@@ -52,7 +52,9 @@ def drawing_to(path: str | Path) -> Callable[[Timeline], None]:
         try:
             write_whole(target, drawn.getvalue())
         except OSError as error:
-            raise AutoaccumError(f"picture={shown(str(path))} could not be written: {error.strerror or error}.") from None
+            raise AutoaccumError(
+                f"picture={shown(str(path), 300)} could not be written: {error.strerror or error}."
+            ) from None
 
     return draw
 

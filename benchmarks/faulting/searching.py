@@ -9,8 +9,8 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 import autoaccum
-from autoaccum import session
 from autoaccum.records import Fit
+from autoaccum.session import forecasts, pace
 from faulting.bench import Bench
 from faulting.injection import (
     ANYWHERE,
@@ -195,18 +195,18 @@ def quick_searches() -> Iterator[None]:
 @contextmanager
 def _short_steps() -> Iterator[None]:
     """Time the plan's own step twice only: all of them are alike."""
-    before, session._MOST_STEPS = session._MOST_STEPS, 2
+    before, pace._MOST_STEPS = pace._MOST_STEPS, 2
     try:
         yield
     finally:
-        session._MOST_STEPS = before
+        pace._MOST_STEPS = before
 
 
 @contextmanager
 def _traced_once() -> Iterator[dict[Any, Any]]:
     """The predictions of one workload are made once, until they are cleared: tracing takes most of a small search."""
     known: dict[Any, Any] = {}
-    real = session.traced
+    real = forecasts.traced
 
     def remembered(workload: Any, device: Any, **more: Any) -> Any:
         key = more["levers"], more["multiple_of"]
@@ -214,8 +214,8 @@ def _traced_once() -> Iterator[dict[Any, Any]]:
             known[key] = real(workload, device, **more)
         return known[key]
 
-    session.traced = remembered
+    forecasts.traced = remembered
     try:
         yield known
     finally:
-        session.traced = real
+        forecasts.traced = real

@@ -96,6 +96,7 @@ def test_section_that_fails_keeps_its_rows() -> None:
     assert "lables" in found["said"]
 
 
+@pytest.mark.slow
 def test_section_out_of_time_is_killed() -> None:
     """A process that takes too long is ended with what it has started, and leaves the rows that it had."""
     source = "import subprocess\nrow(pid=subprocess.Popen(['sleep', '100']).pid)\ntime.sleep(100)"

@@ -435,6 +435,7 @@ def test_plan_for_other_ranks_is_not_followed(make: Callable[..., Any]) -> None:
         follow_plan(make(), plan)
 
 
+@pytest.mark.slow
 def test_plan_of_another_precision_is_not_followed(make: Callable[..., Any]) -> None:
     """An accelerator keeps the precision that it was made with."""
     with pytest.raises(InvalidRequestError, match="'bf16' and the accelerator has 'no'"):

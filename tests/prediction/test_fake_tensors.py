@@ -140,6 +140,7 @@ def test_model_in_eval_mode_is_traced_in_train_mode(training: bool) -> None:
 # -- no memory is taken
 
 
+@pytest.mark.slow
 def test_trace_of_a_billion_parameters_takes_no_memory(run_child: Any) -> None:
     """A model of a billion parameters on the meta device is traced within 300 MiB of resident memory."""
     grown, weights = run_child(

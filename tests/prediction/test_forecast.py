@@ -324,6 +324,7 @@ def ladder(plan: Plan) -> list[int]:
     return sorted({-(-plan.target_batch // steps) for steps in range(1, plan.target_batch + 1)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{"multiple_of": 4}, {"equal_micro_batches": True}, {"max_micro_batch": 27}], ids=str)
 def test_plan_under_conditions_is_that_without_prediction(more: dict[str, Any], peaks: dict[str, list[int]]) -> None:
     """Whatever else is asked for, a prediction does not change the plan."""

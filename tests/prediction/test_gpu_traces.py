@@ -98,7 +98,7 @@ def test_too_large_a_model_is_not_traced_on_real_tensors(monkeypatch: pytest.Mon
     """Where host memory cannot hold a real step, the model is refused with what it would take."""
 
     class Free:
-        available = 1000
+        available, total = 1000, 2**40
 
     monkeypatch.setattr(gpu_traces.psutil, "virtual_memory", Free)
     with pytest.raises(InvalidRequestError, match=r"of host memory, of which 1000 B|of host memory, of which .+ are free"):

@@ -203,6 +203,7 @@ def test_checkpointing_shows_in_the_backwards_flops() -> None:
     assert plain["backward"] < again["backward"] <= plain["backward"] + plain["forward"] - head
 
 
+@pytest.mark.slow
 def test_checkpointing_holds_less() -> None:
     """Checkpointed blocks hold fewer bytes at the peak than the same blocks without."""
     blocks = [Attention() for _ in range(4)]

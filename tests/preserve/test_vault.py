@@ -64,8 +64,7 @@ def resident(run_child: RunChild) -> dict[str, int]:
         import torch
         from torch import nn
         from autoaccum.devices.cpu import CpuDevice
-        from autoaccum.errors import AutoaccumError
-from autoaccum.preserve import preserved
+        from autoaccum.preserve import preserved
 
         device = CpuDevice()
         model = nn.Sequential(*[nn.Linear(2560, 2560, bias=False) for _ in range(8)])

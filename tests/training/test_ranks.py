@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).parent / "ranks_script.py"
 Answers = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3], ids=["two-ranks", "three-ranks"])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids=["two-ranks", "three-ranks"])
 def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """What every rank answered to every scenario."""
     world, folder = request.param, tmp_path_factory.mktemp("ranks")

@@ -174,6 +174,7 @@ def test_search_goes_on_after_deaths() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_search_goes_on_without_a_prediction_where_tracing_ends_the_worker() -> None:
     """A target that ends the process that traces it is searched on real passes, and the result says so."""
     result = search("crashing_when_traced", max_micro_batch=5)
@@ -191,6 +192,7 @@ def test_segmentation_fault_is_a_trial_of_the_plan() -> None:
     assert any(isinstance(t.outcome, OutOfMemory) and "SIGSEGV" in t.outcome.message for t in plan.trials)
 
 
+@pytest.mark.slow
 def test_death_in_the_plans_own_step_lowers_the_plan() -> None:
     """A size that ran alone but kills the worker in the plan's own step is given up for a smaller one."""
     plan = search("killed_in_the_plan", target_batch=4, max_micro_batch=2)
@@ -242,6 +244,7 @@ def test_death_before_a_trial_is_refused(function: str, how: str) -> None:
     assert caught.value.kind == "refused" and caught.value.trials == ()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_process_that_the_user_started_does_not_keep_the_search_waiting(folder: Path) -> None:
     """The search ends with its worker, also while a process that the user's code forked lives on."""
