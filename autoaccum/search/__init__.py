@@ -4,14 +4,13 @@ Knows nothing of devices, levers or time.
 """
 
 from autoaccum.search.guide import Forecast
-from autoaccum.search.line import Line, line_through, next_to_measure
+from autoaccum.search.line import line_through, next_to_measure
 from autoaccum.search.proposing import NOISE_FRAC, is_closed_by_convexity, probe_ceiling, propose
 from autoaccum.search.standing import Standing, standing
 
 __all__ = [
     "NOISE_FRAC",
     "Forecast",
-    "Line",
     "Standing",
     "is_closed_by_convexity",
     "line_through",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from math import ceil, log2
 from typing import Any, Literal, NoReturn, final
 
 import msgspec
@@ -49,7 +50,6 @@ from autoaccum.request import Request, checked, sizes_of_use
 from autoaccum.schedule import shares, smallest
 from autoaccum.search import (
     NOISE_FRAC,
-    Line,
     Standing,
     is_closed_by_convexity,
     line_through,
@@ -251,8 +251,10 @@ class Search:
             self.listener.bounded(sizes[-1])
         forecast: AnyForecast | None = None
         if len(sizes) >= _WORTH_PREDICTING and self.request.predict:
-            line = None if needs_trace else self._measured_line(levers, sizes)
-            forecast = self.forecast(levers) if line is None else line
+            if needs_trace or not self._is_quick(levers, sizes):
+                forecast = self.forecast(levers)
+            else:
+                forecast = line_through(self.log_of(levers), self.guide_bytes)
         while not (self.time_is_up and standing(self.log_of(levers)).best is not None):
             size = propose(
                 self.log_of(levers),
@@ -269,19 +271,22 @@ class Search:
             self.probe(levers, size)
         return standing(self.log_of(levers))
 
-    def _measured_line(self, levers: Levers, sizes: Sequence[int]) -> Line | None:
-        """What small sizes say of larger ones, where trials are short; None where a trace takes less time than trials do."""
+    def _is_quick(self, levers: Levers, sizes: Sequence[int]) -> bool:
+        """Try small sizes; whether trials are so short that those to come take less time than a trace."""
         if not self.device.is_host:  # on others nothing was measured yet that would say what is short
-            return None
-        while (size := next_to_measure(self.log_of(levers), sizes, self.guide_bytes)) is not None:
-            trial = self.probe(levers, size)
-            line = line_through(self.log_of(levers), self.guide_bytes)
-            if not isinstance(trial.outcome, Fit) or trial.wall_s > _SHORT_S:
-                return None
-            if line is not None:
-                expected_s = trial.wall_s * max(1.0, line.crossing(self.guide_bytes) / size)
-                return line if expected_s <= _SHORT_S else None
-        return None
+            return False
+        while not self.time_is_up and (size := next_to_measure(self.log_of(levers), sizes, self.guide_bytes)) is not None:
+            self.probe(levers, size)
+            log = self.log_of(levers)
+            now, line = standing(log), line_through(log, self.guide_bytes)
+            longest_s = max(trial.wall_s for trial in log[1:] or log)  # the first one loads what steps need
+            if now.best is None:
+                return False
+            if now.ceiling is not None:
+                return longest_s * ceil(log2(now.ceiling - now.best + 1)) <= _SHORT_S
+            if line is not None or (longest_s > _SHORT_S and len(log) > 1):
+                return line is not None and longest_s * max(1.0, line.crossing(self.guide_bytes) / size) <= _SHORT_S
+        return True
 
     def is_closed(self, levers: Levers, sizes: Sequence[int]) -> bool:
         """Whether the measured peaks alone show that the next size cannot fit."""
