@@ -59,6 +59,7 @@ def test_harness_notices_what_is_not_put_back(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_search_survives_every_kind() -> None:
     """In every setting, at a few calls of every part."""
     from faulting.injection import KINDS
@@ -69,6 +70,7 @@ def test_search_survives_every_kind() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_search_survives_damaged_files() -> None:
     """A remembered plan and a study, cut off and changed at many places, and a cache that cannot be written."""
     from faulting.files import FILE_KINDS, file_cases
@@ -77,6 +79,7 @@ def test_search_survives_damaged_files() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_ranks_survive_a_dead_one() -> None:
     """Either of two ranks is killed, in a search and in training: the other one says so and is put back."""
     from faulting.ranks import RANK_KINDS, rank_cases
