@@ -29,7 +29,7 @@ _WORTH_FRAC = 0.01  # a setting that can be faster by no more than this is not r
 _RIVALS = 3  # settings that are measured again before one is chosen, at most
 _ENUMERATED = 64  # points; more are sampled by the study
 _SAMPLED = 40  # and no more of them than this are run
-_COMPARING_S = 45.0  # where the caller sets no time, no further setting is run after so long
+_COMPARING_S = 90.0  # where the caller sets no time, no further setting is run after so long
 _COMPARED = 4  # but so many are
 
 
