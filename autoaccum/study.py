@@ -8,6 +8,7 @@ optimizer step (and, for the objective "memory", the peak). What ran out of memo
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import log
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 _MOST_ASKS = 30  # suggestions that are no setting worth running, before the first one that is gets its turn
 _NO_PEAK = 1.0  # the constraint of a trial without a measured peak: above the budget by one budget
+# What SQLite says while another process makes the same tables; it is asked so often again, with so long a pause.
+_BEING_MADE = ("already exists", "UNIQUE constraint failed", "database is locked", "no such table")
+_OPENINGS, _PAUSE_S = 50, 0.1
 
 
 @final
@@ -230,7 +234,7 @@ def _opened(storage: Any, name: str, objective: str) -> optuna.Study:
     import optuna
 
     minimize: Literal["minimize"] = "minimize"
-    for is_last in (False, True):  # another process may be making the same tables just now
+    for is_last in (*[False] * _OPENINGS, True):
         try:
             return optuna.create_study(
                 storage=_storage_named(storage),
@@ -239,12 +243,13 @@ def _opened(storage: Any, name: str, objective: str) -> optuna.Study:
                 load_if_exists=True,
             )
         except Exception as error:
-            if is_last:
+            if is_last or not any(words in str(error) for words in _BEING_MADE):
                 raise InvalidRequestError(
                     f"storage={shown(storage)} cannot be opened: {type(error).__name__}: {one_line(str(error), 400)}. "
                     "Expected a URL such as "
                     "'sqlite:///runs.db', a file name that ends in .log, or an Optuna storage."
                 ) from error
+            time.sleep(_PAUSE_S)
     raise AssertionError("unreachable")
 
 
