@@ -149,7 +149,6 @@ def _full(place: Path) -> Iterator[Case]:
         ("snapshot of the state", cpu, 100, (2,), "TMPDIR"),
         ("cache", (*virtual, "--cache", "kept", "--json", "-"), 2048, (0,), ""),
         ("storage, SQLite", (*virtual, "--storage", "sqlite:///runs.db"), 8192, (2,), "storage"),
-        ("storage, SQLite", (*virtual, "--storage", "sqlite:///runs.db"), 114_688, (2,), "storage"),  # its empty tables fit
         ("storage, journal", (*virtual, "--storage", "runs.log"), 300, (2,), "storage"),
         ("storage, journal", (*virtual, "--storage", "runs.log"), 6000, (2,), "storage"),
     ]

@@ -61,12 +61,12 @@ def test_harness_notices_what_is_not_put_back(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_search_survives_every_kind() -> None:
-    """In every setting, at a few calls of every part."""
+    """In every setting, at a call of every part."""
     from faulting.injection import KINDS
     from faulting.searching import SETTINGS, searching_cases
 
     for setting in SETTINGS:
-        assert not_survived(searching_cases(setting, KINDS, 2), 60) == []
+        assert not_survived(searching_cases(setting, KINDS, 1), 30) == []
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_search_survives_damaged_files() -> None:
     """A remembered plan and a study, cut off and changed at many places, and a cache that cannot be written."""
     from faulting.files import FILE_KINDS, file_cases
 
-    assert not_survived(file_cases(FILE_KINDS), 100) == []
+    assert not_survived(file_cases(FILE_KINDS), 90) == []
 
 
 @pytest.mark.slow
