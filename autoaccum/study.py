@@ -74,9 +74,9 @@ class Study:
             yield
         except Exception as error:
             raise AutoaccumError(
-                f"storage={shown(self._storage)} failed: {type(error).__name__}: {one_line(str(error), 400)}. Expected one "
-                "that can be read and written; is its disk full, or was the file changed by something else? What was stored "
-                "so far is kept."
+                f"storage={shown(self._storage, 300)} failed: {type(error).__name__}: {one_line(str(error), 400)}. Expected "
+                "one that can be read and written; is its disk full, or was the file changed by something else? What was "
+                "stored so far is kept."
             ) from error
 
     # -- the log
@@ -245,7 +245,7 @@ def _opened(storage: Any, name: str, objective: str) -> optuna.Study:
         except Exception as error:
             if is_last or not any(words in str(error) for words in _BEING_MADE):
                 raise InvalidRequestError(
-                    f"storage={shown(storage)} cannot be opened: {type(error).__name__}: {one_line(str(error), 400)}. "
+                    f"storage={shown(storage, 300)} cannot be opened: {type(error).__name__}: {one_line(str(error), 400)}. "
                     "Expected a URL such as "
                     "'sqlite:///runs.db', a file name that ends in .log, or an Optuna storage."
                 ) from error
