@@ -45,7 +45,7 @@ TARGETS = {
 }
 SWEPT = {
     "gpt": ("demo:gpt?layers=12&width=128&heads=4&seq_len=128&vocabulary=1024", 8),
-    "resnet": ("demo:resnet?image=32&width=32&blocks=2", 32),
+    "resnet": ("demo:resnet?image=64&width=32&blocks=4", 8),
 }
 _PAIRS = 7
 
@@ -86,12 +86,18 @@ def reached(target: str, levers: str, budget: str) -> dict[str, Any]:
 def sweep(name: str) -> dict[str, Any]:
     """The chosen setting against the best of all that fit."""
     target, rows = SWEPT[name]
-    budget = between(target, rows // 4)
-    return {"target": target} | sweep_on(lambda: load_target(target), rows, "cpu", budget, _found_anew)
+    with Search(load_target(target), _ample(rows), "cpu", None, None, ()) as search:
+        budget = _budget_now(search, rows)
+    return {"target": target} | sweep_on(lambda: load_target(target), rows, "cpu", budget, _budget_now)
 
 
-def _found_anew(search: Search, rows: int) -> int:
-    """The budget in this process, which may have held more or less before: a quarter of the rows fits, and not one more."""
+def _ample(rows: int) -> Request:
+    """All settings may run, whatever they take."""
+    return Request(target_batch=rows, levers="exact", predict=False)
+
+
+def _budget_now(search: Search, rows: int) -> int:
+    """The budget in this process, which holds more with time: a quarter of the rows fits, and not one more."""
     peaks = [search.probe(Levers(), size).outcome for size in (rows // 4, rows // 4 + 1)]
     return sum(outcome.peak_bytes for outcome in peaks if isinstance(outcome, Fit)) // 2
 
@@ -121,8 +127,7 @@ def sweep_on(
     plan = tune_workload(load(), request, device=device)
     took_s = time.perf_counter() - begun
     chosen = Point(plan.levers, plan.micro_batch)
-    ample = Request(target_batch=rows, levers="exact", predict=False)
-    with Search(load(), ample, device, None, None, ()) as search:
+    with Search(load(), _ample(rows), device, None, None, ()) as search:
         exploration = Exploration(search)
         room = budget if room_of is None else room_of(search, rows)
         points = [

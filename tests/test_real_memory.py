@@ -98,7 +98,7 @@ def test_cpu_plan_trains_five_steps_inside_the_budget(on_the_cpu: dict[str, Any]
 
 
 def test_allocator_failure_under_the_callers_own_limit(run_child: Any) -> None:
-    """Where the process is capped from outside, allocations really fail, and Adam trains at the size that was found."""
+    """Where the process is capped from outside, its limit is the budget: at most two sizes fail, and Adam trains."""
     found = run_child(
         """
         import resource, torch
@@ -126,7 +126,7 @@ def test_allocator_failure_under_the_callers_own_limit(run_child: Any) -> None:
         OMP_NUM_THREADS="1",
     )
     assert found[0] >= 64
-    assert "allocator" in found[1]
+    assert 1 <= found[1].count("allocator") <= 2
 
 
 def small_model() -> nn.Module:

@@ -118,6 +118,10 @@ class AbstractDevice(ABC):
     def place(self, batch: Any) -> Any:
         """A micro-batch on this device, as a training loop would put it there."""
 
+    def as_limited(self) -> AbstractDevice:
+        """The device for a search without a budget: where this process has a limit of its own, counted as that counts."""
+        return self
+
     def driver(self) -> str:
         """The version of the device's driver, empty where there is none."""
         return ""

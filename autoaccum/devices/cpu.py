@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import psutil
 import torch
@@ -40,35 +40,65 @@ _NET_BYTES = 512 * 2**20  # room for thread stacks (8 MiB each) and for the aren
 _SAMPLING_S = 0.002  # where a peak cannot be read, the resident set is read this often
 
 
+class ProcessLimit(NamedTuple):
+    """A limit that the kernel sets this process.
+
+    Attributes:
+        counter: What is limited, as /proc/self/status calls it (proc(5)).
+        shell_command: What sets it.
+    """
+
+    limit_bytes: int
+    counter: str
+    shell_command: str
+
+    def free_bytes(self) -> int:
+        """What is left of it."""
+        return max(0, self.limit_bytes - _status_bytes(self.counter))
+
+
 @final
 class CpuDevice(AbstractDevice):
-    """The host's memory, as this process sees it: a container's limit counts as the machine's memory."""
+    """The host's memory, as this process sees it: a container's limit counts as the machine's memory.
+
+    Args:
+        limit: Count what this limit counts. None: the resident set.
+    """
 
     cautious: ClassVar[bool] = True
     is_host: ClassVar[bool] = True
     unit: ClassVar[Unit] = "pages"
 
-    def __init__(self) -> None:
+    def __init__(self, limit: ProcessLimit | None = None) -> None:
         self.name = "cpu"
         self.torch_device = torch.device("cpu")
+        self._limit = limit
+
+    def as_limited(self) -> CpuDevice:
+        limit = process_limit()
+        return self if limit is None or limit.free_bytes() > self.free_bytes() else CpuDevice(limit)
 
     def description(self) -> str:
-        return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+        described = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+        if self._limit is None:
+            return described
+        return f"{described}, limited to {format_bytes(self._limit.limit_bytes)} by {self._limit.shell_command}"
 
     def total_bytes(self) -> int:
-        limit = cgroup_limit_bytes()
-        total = int(psutil.virtual_memory().total)
-        return total if limit is None else min(total, limit)
+        known = [int(psutil.virtual_memory().total), cgroup_limit_bytes(), self._limit and self._limit.limit_bytes]
+        return min(limit for limit in known if limit is not None)
 
     def free_bytes(self) -> int:
-        available, in_group = int(psutil.virtual_memory().available), cgroup_free_bytes()
-        return available if in_group is None else min(available, in_group)
+        known = [int(psutil.virtual_memory().available), cgroup_free_bytes(), self._limit and self._limit.free_bytes()]
+        return min(free for free in known if free is not None)
 
     def reserve_bytes(self) -> int:
+        if self._limit is not None:
+            return 0  # nobody else takes of it, and beyond it an allocation is refused in words
         return self.free_bytes() // 10  # where the host's memory is gone the kernel ends processes, it does not raise
 
     def held_bytes(self, resident: Sequence[Tensor]) -> int:
-        return int(psutil.Process().memory_info().rss)
+        return int(psutil.Process().memory_info().rss) if self._limit is None else _status_bytes(self._limit.counter)
 
     def holders(self) -> tuple[Holder, ...]:
         found = []
@@ -103,10 +133,19 @@ class CpuDevice(AbstractDevice):
             try:
                 yield watch
             finally:
-                watch.peak_bytes = _status_bytes("VmHWM")
+                watch.peak_bytes = _status_bytes("VmHWM") + self._not_resident_bytes()
         else:
             with _sampled(watch):
                 yield watch
+            watch.peak_bytes += self._not_resident_bytes()
+
+    def _not_resident_bytes(self) -> int:
+        """By how much what the limit counts is more than what is resident.
+
+        The kernel keeps no peak of the former that can be reset. What a step takes and gives back is written to, so it was
+        resident too: from the peak to now both have fallen by the same.
+        """
+        return 0 if self._limit is None else _status_bytes(self._limit.counter) - _status_bytes("VmRSS")
 
     @contextmanager
     def steadied(self) -> Iterator[Steadiness]:
@@ -171,6 +210,21 @@ def _status_bytes(field: str) -> int:
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     raise LookupError(f"/proc/self/status has no {field}")
+
+
+def process_limit() -> ProcessLimit | None:
+    """The limit of this process's data or address space that leaves the least, None where neither is limited."""
+    if sys.platform != "linux":
+        return None
+    import resource
+
+    kinds = ((resource.RLIMIT_DATA, "VmData", "ulimit -d"), (resource.RLIMIT_AS, "VmSize", "ulimit -v"))
+    limits = [
+        ProcessLimit(soft, counter, command)
+        for kind, counter, command in kinds
+        if (soft := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY
+    ]
+    return min(limits, key=ProcessLimit.free_bytes, default=None)
 
 
 def _can_reset_peak() -> bool:

@@ -124,6 +124,8 @@ class Search:
         self.workload.refuse_meta()
         self.request = checked(request, self.ranks.world_size)
         self.device = device_for(device, self.workload.device)
+        if self.request.budget is None:
+            self.device = self.device.as_limited()
         self.together = Lockstep(self.workload.module, self.ranks.group, self._group, self.device.off_device)
         if self.request.shares == "proportional" and self.together.is_needed:
             raise InvalidRequestError(

@@ -55,7 +55,7 @@ class Cap:
     @contextmanager
     def allows(self, room_bytes: int) -> Iterator[None]:
         """While inside, this process is refused what goes beyond so much above the floor."""
-        limit_bytes = self.floor_bytes + room_bytes
+        limit_bytes = self.limit_bytes(room_bytes)
         release(self.device)
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
@@ -72,10 +72,9 @@ class Cap:
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
-    def left_bytes(self, room_bytes: int) -> int:
-        """How much of the room is left in this process."""
-        held = torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else _data_bytes()
-        return self.floor_bytes + room_bytes - held
+    def limit_bytes(self, room_bytes: int) -> int:
+        """What this process may hold in all."""
+        return self.floor_bytes + room_bytes
 
 
 def release(device: torch.device) -> None:

@@ -19,6 +19,7 @@ SUMMARY_COLUMNS = [
     "above the limit",
     "of the limit, median",
     "train",
+    "steps replayed",
     "effective batch kept",
     "state kept",
     "refused",
@@ -64,11 +65,12 @@ tool that accumulates, of one batch in each step for the others. The true limit 
 over processes of their own, each of which trained 3 real optimizer steps under the cap: the limit passed and the next size
 did not. (Trying every size would take days; sizes in between were not all run.)
 
-An answer trains when 20 optimizer steps of it ran in a new process under the same cap. The effective batch is kept when an
-optimizer step takes as many samples as were wanted. State: weights, buffers, gradients, modes, optimizer and random numbers
-to the bit; where a tool's documentation has the model made anew for each size there is no state to compare. Refused: passes
-and optimizer steps that ran out of memory. Seconds are those of the search alone; what a tool loads at its first call was
-loaded before. The processor's seconds are of the search and its own processes.
+An answer trains when 20 optimizer steps of it ran in a new process under the same cap. A step is replayed when it ran out of
+memory and was run again from its start in smaller micro-batches, with the same gradient; only `Accumulator` does that.
+The effective batch is kept when an optimizer step takes as many samples as were wanted. State: weights, buffers, gradients,
+modes, optimizer and random numbers to the bit; where a tool's documentation has the model made anew for each size there is no
+state to compare. Refused: passes and optimizer steps that ran out of memory. Seconds are those of the search alone; what a
+tool loads at its first call was loaded before. The processor's seconds are of the search and its own processes.
 """
 
 
@@ -100,6 +102,7 @@ def summary_of(name: str, pairs: Sequence[Pair]) -> dict[str, Any]:
         "above": sum(share > 1 for share in apart),
         "share_of_limit": median(apart) if apart else None,
         "train": sum(bool(one["training"].get("fits")) for _, one in answered),
+        "replays": sum(one["training"].get("replays", 0) for _, one in answered),
         "effective_batch_kept": sum(keeps_batch(pair, one) for pair, one in answered),
         "state_kept": None if TOOLS[name].rebuilds else sum(not one["changed"] for _, one in answered),
         "refused": refused,
@@ -134,6 +137,7 @@ def _summary_of(name: str, pairs: Sequence[Pair]) -> list[str]:
         f"{one['above']}{of}",
         _number(one["share_of_limit"], "{:.1%}"),
         f"{one['train']}{of}",
+        str(one["replays"]),
         f"{one['effective_batch_kept']}{of}",
         "made anew" if one["state_kept"] is None else f"{one['state_kept']}{of}",
         str(one["refused"]),
@@ -159,6 +163,8 @@ def _cells(name: str, pair: Pair, one: dict[str, Any]) -> list[str]:
     said = one.get("error") or str(one.get("answer", "none"))
     changed = "made anew" if TOOLS[name].rebuilds else ", ".join(one.get("changed", ())) or "nothing"
     fits = {True: "yes", False: "no"}.get(training.get("fits"), training.get("error", ""))
+    if training.get("replays"):
+        fits += f", {training['replays']} replayed"
     return [
         said.replace("|", "/"),
         str(limit_for(name, pair)),

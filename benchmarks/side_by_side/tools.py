@@ -22,7 +22,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 STEPS = 3
-_OWN_PAGES_BYTES = 8 * 2**20  # 5 MiB were seen
 
 
 @dataclass
@@ -85,23 +84,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, step
 
 
 def autoaccum_probe(setting: Setting) -> int | None:
-    """`autoaccum.probe`, bounded by the batch that is wanted; what the process may hold is said, as a user does.
-
-    On the host the budget counts what is resident, also the interpreter's and the libraries' own pages, of which some become
-    resident only during the search. The cap does not count these, so they are added; it is the cap that refuses.
-    """
+    """`autoaccum.probe`, bounded by the batch that is wanted; on a GPU it is told the cap, on the host it sees it."""
     import autoaccum
-    from autoaccum.devices import device_for
 
-    held_bytes = device_for(None, setting.device).held_bytes([*setting.model.parameters()])
-    budget = held_bytes + setting.cap.left_bytes(setting.case.room_bytes)
-    if setting.device.type == "cpu":
-        budget += _OWN_PAGES_BYTES
     result = autoaccum.probe(
         setting.model,
         setting.batch(2),
         optimizer=setting.optimizer,
-        budget=budget,
+        budget=None if setting.device.type == "cpu" else setting.cap.limit_bytes(setting.case.room_bytes),
         max_micro_batch=setting.case.target_batch,
     )
     return result.max_micro_batch

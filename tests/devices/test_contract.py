@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from autoaccum.devices import ERROR_ROWS, CpuDevice, CudaDevice, MpsDevice, VirtualDevice, XpuDevice
 from autoaccum.devices.base import AbstractDevice, Steadiness, Verdict, Watch, recognise
+from autoaccum.devices.cpu import ProcessLimit
 from autoaccum.window import Progress, run_window
 
 MIB = 2**20
@@ -29,8 +31,14 @@ class Kind(NamedTuple):
     marks: tuple[pytest.MarkDecorator, ...] = ()
 
 
+def limited_cpu() -> CpuDevice:
+    """As under a `ulimit -d` that leaves much room; the contract asks what is counted, not who refuses it."""
+    return CpuDevice(ProcessLimit(CpuDevice().held_bytes(()) + 2**36, "VmData", "ulimit -d"))
+
+
 KINDS = (
     Kind("cpu", CpuDevice, lambda: True),
+    Kind("cpu-limited", limited_cpu, lambda: sys.platform == "linux"),
     Kind("virtual", lambda: VirtualDevice("8GiB"), lambda: True),
     Kind("cuda", lambda: CudaDevice(0), torch.cuda.is_available, (pytest.mark.gpu,)),
     Kind("xpu", lambda: XpuDevice(0), torch.xpu.is_available),

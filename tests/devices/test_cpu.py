@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from autoaccum.devices import cpu
-from autoaccum.devices.cpu import CpuDevice, cgroup_free_bytes, cgroup_limit_bytes, host_allocator
+from autoaccum.devices.cpu import CpuDevice, ProcessLimit, cgroup_free_bytes, cgroup_limit_bytes, host_allocator
 
 MIB = 2**20
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="data limits, /proc and mallopt are Linux's")
@@ -201,6 +201,60 @@ def test_net_hangs_above_the_budget() -> None:
         soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
         room = soft - cpu._status_bytes("VmData")
     assert 300 * MIB + cpu._NET_BYTES <= room <= 300 * MIB + cpu._NET_BYTES + 0.5 * soft
+
+
+@on_linux
+@pytest.mark.parametrize(("kind", "counter"), [("RLIMIT_DATA", "VmData"), ("RLIMIT_AS", "VmSize")])
+def test_limit_of_the_process_is_read(kind: str, counter: str, run_child: RunChild) -> None:
+    """A `ulimit` on data or on address space is found, with what it leaves; it is the total, without a reserve."""
+    limit, free, total, reserve, read = run_child(
+        f"""
+        import resource
+        from autoaccum.devices.cpu import CpuDevice, _status_bytes
+        limit = _status_bytes("{counter}") + 2**28
+        resource.setrlimit(resource.{kind}, (limit, resource.RLIM_INFINITY))
+        device = CpuDevice().as_limited()
+        answer([limit, device.free_bytes(), device.total_bytes(), device.reserve_bytes(), device._limit.counter])
+        """
+    )
+    assert (total, reserve, read) == (limit, 0, counter)
+    assert 2**27 < free <= 2**28
+
+
+def test_a_process_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing limits the process the device is the same one."""
+    monkeypatch.setattr(cpu, "process_limit", lambda: None)
+    device = CpuDevice()
+    assert device.as_limited() is device
+
+
+@on_linux
+def test_a_limit_above_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit that leaves more than the machine has free does not count."""
+    monkeypatch.setattr(cpu, "process_limit", lambda: ProcessLimit(2**60, "VmData", "ulimit -d"))
+    device = CpuDevice()
+    assert device.as_limited() is device
+
+
+@on_linux
+def test_limited_peak_is_what_the_limit_counts() -> None:
+    """The peak is that of the limited counter, and a step's temporary memory counts although it is given back.
+
+    To a quarter of a MiB: the kernel counts resident pages in lots of 64.
+    """
+    device = CpuDevice(ProcessLimit(2**60, "VmData", "ulimit -d"))
+    device.release()
+    before = cpu._status_bytes("VmData")
+    with device.watched(()) as watch:
+        tensor = torch.ones(64 * MIB, dtype=torch.uint8)
+        del tensor
+    assert 63.5 * MIB <= watch.peak_bytes - before <= 66 * MIB
+
+
+@on_linux
+def test_the_limit_is_named() -> None:
+    """What a plan was made on says that the process was limited, and by what."""
+    assert "limited to 3.00 GiB by ulimit -d" in CpuDevice(ProcessLimit(3 * 2**30, "VmData", "ulimit -d")).description()
 
 
 def test_sampling_sees_a_peak(monkeypatch: pytest.MonkeyPatch) -> None:
