@@ -68,9 +68,9 @@ did not. (Trying every size would take days; sizes in between were not all run.)
 An answer trains when 20 optimizer steps of it ran in a new process under the same cap. A step is replayed when it ran out of
 memory and was run again from its start in smaller micro-batches, with the same gradient; only `Accumulator` does that.
 The effective batch is kept when an optimizer step takes as many samples as were wanted. State: weights, buffers, gradients,
-modes, optimizer and random numbers to the bit; where a tool's documentation has the model made anew for each size there is no
-state to compare. Refused: passes and optimizer steps that ran out of memory. Seconds are those of the search alone; what a
-tool loads at its first call was loaded before. The processor's seconds are of the search and its own processes.
+modes, optimizer and random numbers to the bit; where a tool's documentation has the model made anew for each size there is
+no state to compare. Refused: passes and optimizer steps that ran out of memory. Seconds are those of the search alone; what
+a tool loads at its first call was loaded before. The processor's seconds are of the search and its own processes.
 """
 
 
