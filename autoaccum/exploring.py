@@ -15,11 +15,12 @@ import msgspec
 
 from autoaccum.choose import Schedule, schedule_for
 from autoaccum.errors import InvalidRequestError
-from autoaccum.foreseeing import AS_IT_IS, Foresight
-from autoaccum.records import Fit, Levers, Trial
+from autoaccum.foreseeing import Foresight
+from autoaccum.records import AS_IT_IS, Fit, Levers, Trial
 from autoaccum.schedule import largest_divisor
 from autoaccum.search import Standing, standing
 from autoaccum.session import Search
+from autoaccum.session.limit import find_limit
 from autoaccum.tradeoffs.choosing import best, recomputation, rivals
 from autoaccum.tradeoffs.costs import CostModel
 from autoaccum.tradeoffs.points import Measured, Point, measured_points, point_of, with_blocks
@@ -113,7 +114,7 @@ class Exploration:
         """The limit with no lever turned, and the largest micro-batch's own optimizer steps."""
         search = self._search
         while True:
-            now = search.limit(AS_IT_IS, self._sizes, trust=True)
+            now = find_limit(search, AS_IT_IS, self._sizes, trust=True)
             if now.best is None:
                 if self.space.is_trivial:
                     search.raise_for_nothing()

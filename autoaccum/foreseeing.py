@@ -10,12 +10,11 @@ import msgspec
 
 from autoaccum.levers import Space
 from autoaccum.prediction.forecast import Forecast
-from autoaccum.records import Fit, Levers, Refused
+from autoaccum.records import AS_IT_IS, Fit, Levers, Refused
 from autoaccum.search.standing import peaks_of
 from autoaccum.session import Search
 from autoaccum.tradeoffs.points import Point, alike, with_blocks
 
-AS_IT_IS = Levers()
 _TRACING_S = 60.0  # after so long, no further family of settings is predicted, and none that is not is run
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from autoaccum.choose import Schedule, evidence, limited_by
-from autoaccum.foreseeing import AS_IT_IS
-from autoaccum.records import Fit, PlanRecord, Trial
+from autoaccum.records import AS_IT_IS, Fit, PlanRecord, Trial
 from autoaccum.schedule import proportional_sizes
 from autoaccum.search import Standing
 from autoaccum.session import Search
+from autoaccum.session.limit import find_limit
 from autoaccum.timing import timing_of
 from autoaccum.writing import batch_norm_remarks
 
@@ -49,7 +49,7 @@ def proportional_plan(search: Search) -> PlanRecord:
 
 def _own_limit(search: Search) -> Standing:
     with search.alone():
-        now = search.limit(AS_IT_IS, search.every_size(), trust=True)
+        now = find_limit(search, AS_IT_IS, search.every_size(), trust=True)
         if now.best is None:
             search.raise_for_nothing()
     return now

@@ -9,11 +9,12 @@ from functools import partial
 import msgspec
 
 from autoaccum.choose import evidence, limited_by
-from autoaccum.foreseeing import AS_IT_IS, Foresight
+from autoaccum.foreseeing import Foresight
 from autoaccum.levers import Space
-from autoaccum.records import Fit, Levers, ProbeResult
+from autoaccum.records import AS_IT_IS, Fit, Levers, ProbeResult
 from autoaccum.search import Standing, standing
 from autoaccum.session import Search
+from autoaccum.session.limit import find_limit
 from autoaccum.tradeoffs.choosing import recomputation
 from autoaccum.tradeoffs.points import with_blocks
 
@@ -34,7 +35,7 @@ def probed(search: Search) -> ProbeResult:
     foresight = Foresight(search, space)
     levers = AS_IT_IS if space.is_trivial else _roomiest(search, space, foresight, sizes)
     tolerance_frac = 0.0 if search.request.exact else _INEXACT_FRAC
-    now = search.limit(levers, sizes, tolerance_frac, needs_trace=not space.is_trivial)
+    now = find_limit(search, levers, sizes, tolerance_frac, needs_trace=not space.is_trivial)
     if now.best is None:
         search.raise_for_nothing()
     assert now.best is not None

@@ -50,6 +50,9 @@ class Levers(Record, frozen=True, kw_only=True):
     block_names: tuple[str, ...] = ()
 
 
+AS_IT_IS = Levers()  # none turned
+
+
 class Candidate(Record, frozen=True, kw_only=True):
     """What to try: `micro_batch` rows per forward on each rank, under these levers."""
 

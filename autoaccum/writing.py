@@ -8,11 +8,11 @@ import msgspec
 
 from autoaccum.choose import Schedule, evidence, limited_by
 from autoaccum.exploring import Exploration, Explored
-from autoaccum.foreseeing import AS_IT_IS
 from autoaccum.prediction.timeline import timeline_of
-from autoaccum.records import Evidence, Fit, LimitedBy, PlanRecord, Setting, Skipped, Timeline
+from autoaccum.records import AS_IT_IS, Evidence, Fit, LimitedBy, PlanRecord, Setting, Skipped, Timeline
 from autoaccum.search import standing
 from autoaccum.session import Search
+from autoaccum.session.limit import is_closed
 from autoaccum.timing import SETTLED_FRAC, noise_frac
 from autoaccum.tradeoffs.advice import advice_for
 from autoaccum.tradeoffs.points import Measured, Point, point_of
@@ -92,7 +92,7 @@ class _Writer:
         """The largest size known to fit with these levers, what keeps it from being larger, and what that rests on."""
         search, sizes = self._search, self._search.sizes()
         if self._chosen.levers == AS_IT_IS and self._now.best is not None:
-            log, proved = search.log_of(AS_IT_IS), search.is_closed(AS_IT_IS, sizes)
+            log, proved = search.log_of(AS_IT_IS), is_closed(search, AS_IT_IS, sizes)
             limited = limited_by(self._now, log, sizes[-1], search.bound, proved=proved)
             return self._now.best, limited, evidence(self._now, sizes)
         of_levers = standing(search.log_of(self._chosen.levers))

@@ -34,7 +34,8 @@ from ways import CASES, WAYS, gradient_error
 import autoaccum
 from autoaccum.devices import ERROR_ROWS
 from autoaccum.devices.base import recognise
-from autoaccum.devices.cpu import CpuDevice, _status_bytes
+from autoaccum.devices.cpu import CpuDevice
+from autoaccum.devices.limits import status_bytes
 from autoaccum.plan import Plan
 from autoaccum.records import Levers, StepResult
 
@@ -76,7 +77,7 @@ def base_bytes(name: str) -> int:
     case = CASES[name]
     held = case.model(), case.rows(case.target_batch)
     torch.ones(2**20).add_(1)  # the threads of parallel operations are there
-    return _status_bytes("VmData") if held else 0
+    return status_bytes("VmData") if held else 0
 
 
 def tune(name: str, levers: str, cap_bytes: int) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def tune(name: str, levers: str, cap_bytes: int) -> dict[str, Any]:
     model.zero_grad()
     device = CpuDevice()
     device.release()
-    budget = device.held_bytes(()) + cap_bytes - _status_bytes("VmData") - SLACK_BYTES
+    budget = device.held_bytes(()) + cap_bytes - status_bytes("VmData") - SLACK_BYTES
     begun = time.perf_counter()
     plan = autoaccum.autotune(
         model,

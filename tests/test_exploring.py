@@ -20,8 +20,7 @@ from torch.utils.data import TensorDataset
 import autoaccum
 from autoaccum import NothingFitsError, Plan
 from autoaccum.exploring import Exploration
-from autoaccum.foreseeing import AS_IT_IS
-from autoaccum.records import Candidate, Fit, Levers, OutOfMemory, Trial
+from autoaccum.records import AS_IT_IS, Candidate, Fit, Levers, OutOfMemory, Trial
 from autoaccum.request import Request
 from autoaccum.schedule import ladder, split_rows, steps_for
 from autoaccum.session import Search

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.exploring import Exploration
-from autoaccum.foreseeing import AS_IT_IS, Foresight
-from autoaccum.records import Candidate, Fit, Levers, Outcome, OutOfMemory, Refused, Trial
+from autoaccum.foreseeing import Foresight
+from autoaccum.records import AS_IT_IS, Candidate, Fit, Levers, Outcome, OutOfMemory, Refused, Trial
 from autoaccum.request import Request
 from autoaccum.session import Search
 from autoaccum.tradeoffs.points import Point, with_blocks

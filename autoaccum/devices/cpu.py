@@ -15,13 +15,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, final
+from typing import Any, ClassVar, final
 
 import psutil
 import torch
 from torch import Tensor
 
 from autoaccum.devices.base import AbstractDevice, ErrorRow, Holder, Steadiness, Unit, Verdict, Watch
+from autoaccum.devices.limits import ProcessLimit, cgroup_free_bytes, cgroup_limit_bytes, process_limit, status_bytes
 from autoaccum.units import format_bytes
 
 # glibc's mallopt parameters (malloc.h). With the default thresholds, which move, the peak of one size wanders by 30 % and
@@ -38,23 +39,6 @@ _WANDERING = 2.0
 _NET_FRAC = 0.25  # how far above the budget the net hangs: address space is more than memory
 _NET_BYTES = 512 * 2**20  # room for thread stacks (8 MiB each) and for the arenas of a first parallel kernel
 _SAMPLING_S = 0.002  # where a peak cannot be read, the resident set is read this often
-
-
-class ProcessLimit(NamedTuple):
-    """A limit that the kernel sets this process.
-
-    Attributes:
-        counter: What is limited, as /proc/self/status calls it (proc(5)).
-        shell_command: What sets it.
-    """
-
-    limit_bytes: int
-    counter: str
-    shell_command: str
-
-    def free_bytes(self) -> int:
-        """What is left of it."""
-        return max(0, self.limit_bytes - _status_bytes(self.counter))
 
 
 @final
@@ -98,7 +82,7 @@ class CpuDevice(AbstractDevice):
         return self.free_bytes() // 10  # where the host's memory is gone the kernel ends processes, it does not raise
 
     def held_bytes(self, resident: Sequence[Tensor]) -> int:
-        return int(psutil.Process().memory_info().rss) if self._limit is None else _status_bytes(self._limit.counter)
+        return int(psutil.Process().memory_info().rss) if self._limit is None else status_bytes(self._limit.counter)
 
     def holders(self) -> tuple[Holder, ...]:
         found = []
@@ -117,7 +101,7 @@ class CpuDevice(AbstractDevice):
 
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         room = max(0, budget_bytes - self.held_bytes(())) + int(budget_bytes * _NET_FRAC) + _NET_BYTES
-        net = _status_bytes("VmData") + room
+        net = status_bytes("VmData") + room
         bounds = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_DATA, (min([net, *bounds]), hard))
         try:
@@ -133,7 +117,7 @@ class CpuDevice(AbstractDevice):
             try:
                 yield watch
             finally:
-                watch.peak_bytes = _status_bytes("VmHWM") + self._not_resident_bytes()
+                watch.peak_bytes = status_bytes("VmHWM") + self._not_resident_bytes()
         else:
             with _sampled(watch):
                 yield watch
@@ -145,7 +129,7 @@ class CpuDevice(AbstractDevice):
         The kernel keeps no peak of the former that can be reset. What a step takes and gives back is written to, so it was
         resident too: from the peak to now both have fallen by the same.
         """
-        return 0 if self._limit is None else _status_bytes(self._limit.counter) - _status_bytes("VmRSS")
+        return 0 if self._limit is None else status_bytes(self._limit.counter) - status_bytes("VmRSS")
 
     @contextmanager
     def steadied(self) -> Iterator[Steadiness]:
@@ -204,29 +188,6 @@ def _has_glibc() -> bool:
     return sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
 
 
-def _status_bytes(field: str) -> int:
-    """One of the kernel's counters of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise LookupError(f"/proc/self/status has no {field}")
-
-
-def process_limit() -> ProcessLimit | None:
-    """The limit of this process's data or address space that leaves the least, None where neither is limited."""
-    if sys.platform != "linux":
-        return None
-    import resource
-
-    kinds = ((resource.RLIMIT_DATA, "VmData", "ulimit -d"), (resource.RLIMIT_AS, "VmSize", "ulimit -v"))
-    limits = [
-        ProcessLimit(soft, counter, command)
-        for kind, counter, command in kinds
-        if (soft := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY
-    ]
-    return min(limits, key=ProcessLimit.free_bytes, default=None)
-
-
 def _can_reset_peak() -> bool:
     """Whether the kernel lets a process reset its resident peak; some sandboxes do not offer the file."""
     try:
@@ -259,67 +220,6 @@ def _sampled(watch: Watch) -> Iterator[None]:
         stopped.set()
         thread.join()
         watch.peak_bytes = max(watch.peak_bytes, int(process.memory_info().rss))
-
-
-def cgroup_limit_bytes(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self/cgroup")) -> int | None:
-    """The smallest memory limit of the control groups that this process is in, None where there is none.
-
-    Both versions of the interface are read: `memory.max` and `memory.limit_in_bytes` (kernel documentation,
-    admin-guide/cgroup-v2 and cgroup-v1/memory).
-    """
-    limits = [limit for folder in _cgroup_folders(root, proc) for limit in [_cgroup_number(folder, "max")] if limit]
-    return min(limits, default=None)
-
-
-def cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self/cgroup")) -> int | None:
-    """What the control groups still allow, None where they set no limit. Cached files count as free."""
-    free = []
-    for folder in _cgroup_folders(root, proc):
-        limit, used = _cgroup_number(folder, "max"), _cgroup_number(folder, "current")
-        if limit is not None and used is not None:
-            free.append(max(0, limit - used + _inactive_file_bytes(folder)))
-    return min(free, default=None)
-
-
-_CGROUP_FILES = {"max": ("memory.max", "memory.limit_in_bytes"), "current": ("memory.current", "memory.usage_in_bytes")}
-_NO_LIMIT_BYTES = 2**60  # version 1 writes a huge number where there is no limit
-
-
-def _cgroup_folders(root: Path, proc: Path) -> Iterator[Path]:
-    """The group's folder and those above it, for both versions; inside a container the group is often the root."""
-    try:
-        lines = proc.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        base = root / "memory" if controllers else root
-        parts = [part for part in group.split("/") if part not in ("", "..")]
-        for depth in range(len(parts), -1, -1):
-            yield base.joinpath(*parts[:depth])
-
-
-def _cgroup_number(folder: Path, what: str) -> int | None:
-    for name in _CGROUP_FILES[what]:
-        try:
-            text = (folder / name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < _NO_LIMIT_BYTES:
-            return int(text)
-    return None
-
-
-def _inactive_file_bytes(folder: Path) -> int:
-    try:
-        lines = (folder / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    counters = dict(line.split(maxsplit=1) for line in lines if " " in line)
-    # Version 1 writes both: the second counts the groups below as well, as `memory.usage_in_bytes` does.
-    return int(counters.get("total_inactive_file", counters.get("inactive_file", 0)))
 
 
 def host_allocator() -> str:

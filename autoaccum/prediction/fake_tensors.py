@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from autoaccum.errors import AutoaccumError
 from autoaccum.prediction.recorder import Recorder
-from autoaccum.prediction.recording import AS_IT_IS, HOST, Adjusted, record_windows
+from autoaccum.prediction.recording import HOST, Adjusted, record_windows
 from autoaccum.prediction.trace import KINDS, Trace
 from autoaccum.preserve import random_states_kept
 from autoaccum.probing import WINDOWS_PER_PROBE, older_objects_set_aside
-from autoaccum.records import Levers
+from autoaccum.records import AS_IT_IS, Levers
 from autoaccum.workload import Workload
 
 if TYPE_CHECKING:

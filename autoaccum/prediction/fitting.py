@@ -14,8 +14,7 @@ from autoaccum.levers import Subject, space_for
 from autoaccum.prediction.forecast import in_blocks
 from autoaccum.prediction.gpu_traces import CUDA, Basis, GpuTraces, Played
 from autoaccum.prediction.gpus import Gpu
-from autoaccum.prediction.recording import AS_IT_IS
-from autoaccum.records import Levers, LimitedBy
+from autoaccum.records import AS_IT_IS, Levers, LimitedBy
 from autoaccum.request import Request, checked, largest_of_use
 from autoaccum.schedule import ladder, shares
 from autoaccum.tradeoffs.choosing import recomputation

@@ -22,11 +22,11 @@ from autoaccum.prediction.corrections import as_on
 from autoaccum.prediction.fake_tensors import fake_trace, is_refusal, load_fake_tensors
 from autoaccum.prediction.gpus import Gpu
 from autoaccum.prediction.growth import Growth, NotAffineError, growth_of
-from autoaccum.prediction.recording import AS_IT_IS, Adjusted, record_windows
+from autoaccum.prediction.recording import Adjusted, record_windows
 from autoaccum.prediction.trace import Trace
 from autoaccum.prediction.workspaces import on_host
 from autoaccum.preserve import Snapshot, random_states_kept
-from autoaccum.records import Levers
+from autoaccum.records import AS_IT_IS, Levers
 from autoaccum.window import training_modes
 from autoaccum.workload import Workload
 

@@ -21,10 +21,10 @@ from autoaccum.prediction.fake_tensors import fake_trace, is_refusal, load_fake_
 from autoaccum.prediction.forecast import reason_of
 from autoaccum.prediction.gpus import Gpu
 from autoaccum.prediction.growth import Growth, NotAffineError, growth_of
-from autoaccum.prediction.recording import AS_IT_IS, record_windows
+from autoaccum.prediction.recording import record_windows
 from autoaccum.prediction.trace import Trace
 from autoaccum.preserve import Snapshot, preserved
-from autoaccum.records import Levers
+from autoaccum.records import AS_IT_IS, Levers
 from autoaccum.units import format_bytes
 from autoaccum.workload import Workload, num_bytes
 

@@ -20,11 +20,11 @@ from autoaccum.levers import Subject, applied, under_autocast
 from autoaccum.prediction.recorder import Recorder
 from autoaccum.prediction.trace import Trace
 from autoaccum.probing import MICRO_BATCHES_PER_WINDOW, WINDOWS_PER_PROBE, scaler_for
-from autoaccum.records import Levers
+from autoaccum.records import AS_IT_IS, Levers
 from autoaccum.window import run_window
 from autoaccum.workload import Workload, step_hooks_suspended
 
-AS_IT_IS, HOST = Levers(), torch.device("cpu")
+HOST = torch.device("cpu")
 Adjusted = Callable[[Recorder, Optimizer], AbstractContextManager[None]]  # entered while windows run
 
 

@@ -11,8 +11,9 @@ import torch
 
 from autoaccum.devices.accelerator import MpsDevice, XpuDevice
 from autoaccum.devices.base import AbstractDevice
-from autoaccum.devices.cpu import CpuDevice, cgroup_limit_bytes, host_allocator
+from autoaccum.devices.cpu import CpuDevice, host_allocator
 from autoaccum.devices.cuda import CudaDevice, allocator_in_words, toolkit
+from autoaccum.devices.limits import cgroup_limit_bytes
 from autoaccum.prediction.fake_tensors import self_test
 from autoaccum.units import format_bytes
 

@@ -10,11 +10,9 @@ from autoaccum.devices.base import AbstractDevice
 from autoaccum.meeting import Meeting
 from autoaccum.prediction.forecast import Forecast, Traced, take_first_step, traced
 from autoaccum.preserve import Snapshot
-from autoaccum.records import Levers
+from autoaccum.records import AS_IT_IS, Levers
 from autoaccum.session.clock import Clock
 from autoaccum.workload import Workload
-
-_AS_IT_IS = Levers()
 
 
 @final
@@ -78,7 +76,7 @@ class Forecasts:
         assert found is not None
         self.tracing_s += max(tracing_s for _, _, tracing_s, _ in heard)
         self._clock.agree([elapsed_s for _, _, _, elapsed_s in heard])
-        if levers == _AS_IT_IS:
+        if levers == AS_IT_IS:
             self.note = found.note
         if found.growth is None:
             return None

@@ -1,14 +1,12 @@
 """The log of one search, and what adds to it: trials, the limit of a micro-batch, whole optimizer steps.
 
-The loop is three lines: propose a size from the log, run it, add what came of it. Everything that decides is pure and lives
-in rows above; everything that runs the user's code is in `probing`.
+What to run next is decided in `limit` and in the rows above; everything that runs the user's code is in `probing`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from math import ceil, log2
 from typing import Any, Literal, NoReturn, final
 
 import msgspec
@@ -37,6 +35,7 @@ from autoaccum.probing import (
     subject_on,
 )
 from autoaccum.records import (
+    AS_IT_IS,
     Candidate,
     Environment,
     Fit,
@@ -48,16 +47,7 @@ from autoaccum.records import (
 from autoaccum.report.following import Follower
 from autoaccum.request import Request, checked, sizes_of_use
 from autoaccum.schedule import shares, smallest
-from autoaccum.search import (
-    NOISE_FRAC,
-    Standing,
-    is_closed_by_convexity,
-    line_through,
-    next_to_measure,
-    propose,
-    standing,
-)
-from autoaccum.search import Forecast as AnyForecast
+from autoaccum.search import NOISE_FRAC, Standing
 from autoaccum.session.bounds import bounds_of
 from autoaccum.session.clock import Clock
 from autoaccum.session.forecasts import Forecasts
@@ -67,10 +57,6 @@ from autoaccum.session.saying import Said, trial_of_all
 from autoaccum.study import Study
 from autoaccum.tradeoffs.points import Point
 from autoaccum.workload import Workload
-
-_SHORT_S = 1.5  # trials that take no longer find the limit in the time of a trace, which takes 2 to 4 s even of small models
-_WORTH_PREDICTING = 3  # sizes; fewer are tried in less time than two traces take
-_AS_IT_IS = Levers()
 
 Purpose = Literal["probe", "confirm"]
 
@@ -228,71 +214,9 @@ class Search:
             for trial in unknown:
                 self.study.end(trial)
 
-    # -- how many fit
-
     def log_of(self, levers: Levers) -> list[Trial]:
         """The trials under one position of the levers."""
         return [trial for trial in self.trials if trial.candidate.levers == levers]
-
-    def limit(
-        self,
-        levers: Levers,
-        sizes: Sequence[int],
-        tolerance_frac: float = 0.0,
-        *,
-        trust: bool = False,
-        needs_trace: bool = True,
-    ) -> Standing:
-        """Search the largest of these sizes that fits under these levers; none may.
-
-        Args:
-            trust: See `propose`.
-            needs_trace: A prediction is of use for more than this search.
-        """
-        if self.listener is not None:
-            self.listener.bounded(sizes[-1])
-        forecast: AnyForecast | None = None
-        if len(sizes) >= _WORTH_PREDICTING and self.request.predict:
-            if needs_trace or not self._is_quick(levers, sizes):
-                forecast = self.forecast(levers)
-            else:
-                forecast = line_through(self.log_of(levers), self.guide_bytes)
-        while not (self.time_is_up and standing(self.log_of(levers)).best is not None):
-            size = propose(
-                self.log_of(levers),
-                sizes,
-                budget_bytes=self.guide_bytes,
-                cautious=self.device.cautious,
-                tolerance_frac=tolerance_frac,
-                forecast=forecast,
-                trust=trust,
-                noise_frac=self.noise_frac(levers),
-            )
-            if size is None or self._is_hopeless(levers):
-                break
-            self.probe(levers, size)
-        return standing(self.log_of(levers))
-
-    def _is_quick(self, levers: Levers, sizes: Sequence[int]) -> bool:
-        """Try small sizes; whether trials are so short that those to come take less time than a trace."""
-        if not self.device.is_host:  # on others nothing was measured yet that would say what is short
-            return False
-        while not self.time_is_up and (size := next_to_measure(self.log_of(levers), sizes, self.guide_bytes)) is not None:
-            self.probe(levers, size)
-            log = self.log_of(levers)
-            now, line = standing(log), line_through(log, self.guide_bytes)
-            longest_s = max(trial.wall_s for trial in log[1:] or log)  # the first one loads what steps need
-            if now.best is None:
-                return False
-            if now.ceiling is not None:
-                return longest_s * ceil(log2(now.ceiling - now.best + 1)) <= _SHORT_S
-            if line is not None or (longest_s > _SHORT_S and len(log) > 1):
-                return line is not None and longest_s * max(1.0, line.crossing(self.guide_bytes) / size) <= _SHORT_S
-        return True
-
-    def is_closed(self, levers: Levers, sizes: Sequence[int]) -> bool:
-        """Whether the measured peaks alone show that the next size cannot fit."""
-        return is_closed_by_convexity(self.log_of(levers), sizes, self.guide_bytes, self.noise_frac(levers))
 
     # -- predictions
 
@@ -349,7 +273,7 @@ class Search:
         pace = self._pace(levers, schedule.sizes[self.ranks.rank])
         self.latest["timing"] = pace.note
         # The caller's own setting runs whole steps from the first one on: its data is what may hold a NaN.
-        warm_up = None if levers == _AS_IT_IS or self.together.is_needed else MICRO_BATCHES_PER_WINDOW
+        warm_up = None if levers == AS_IT_IS or self.together.is_needed else MICRO_BATCHES_PER_WINDOW
         # Of a step that is too long to be run to its end, no rank runs more micro-batches than this.
         at_most = None if pace.note is None else MICRO_BATCHES_PER_WINDOW
         num_micro_batches = max(len(of_rank[:at_most]) for of_rank in schedule.sizes)
@@ -473,12 +397,6 @@ class Search:
     def elapsed_s(self) -> float:
         """How long this search has taken; with several ranks, how long it had when they met last."""
         return self._clock.elapsed_s()
-
-    def _is_hopeless(self, levers: Levers) -> bool:
-        """Two sizes failed with an error that may not mean memory, and none has run: then it is the user's error."""
-        log = self.log_of(levers)
-        unclear = [t for t in log if isinstance(t.outcome, OutOfMemory) and t.outcome.cause == "unclear"]
-        return len(unclear) >= 2 and standing(log).best is None
 
     # -- when nothing runs
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autoaccum.devices import ERROR_ROWS, CpuDevice, CudaDevice, MpsDevice, VirtualDevice, XpuDevice
 from autoaccum.devices.base import AbstractDevice, Steadiness, Verdict, Watch, recognise
-from autoaccum.devices.cpu import ProcessLimit
+from autoaccum.devices.limits import ProcessLimit
 from autoaccum.window import Progress, run_window
 
 MIB = 2**20

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,121 +12,12 @@ import pytest
 import torch
 
 from autoaccum.devices import cpu
-from autoaccum.devices.cpu import CpuDevice, ProcessLimit, cgroup_free_bytes, cgroup_limit_bytes, host_allocator
+from autoaccum.devices.cpu import CpuDevice, host_allocator
+from autoaccum.devices.limits import ProcessLimit, status_bytes
 
 MIB = 2**20
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="data limits, /proc and mallopt are Linux's")
 RunChild = Callable[..., Any]
-
-
-# -- control groups, from files as the kernel writes them
-
-
-@pytest.fixture
-def groups(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
-    """Write a tree of control groups: the lines of /proc/self/cgroup, and the files below /sys/fs/cgroup."""
-
-    def write(lines: str, files: dict[str, object]) -> tuple[Path, Path]:
-        (tmp_path / "proc").write_text(lines)
-        for name, value in files.items():
-            path = tmp_path / "cgroup" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(f"{value}\n")
-        return tmp_path / "cgroup", tmp_path / "proc"
-
-    return write
-
-
-Groups = Callable[..., tuple[Path, Path]]
-
-
-def test_limit_of_version_2(groups: Groups) -> None:
-    """The limit of the unified hierarchy is read from memory.max of this process's group."""
-    assert cgroup_limit_bytes(*groups("0::/user/app\n", {"user/app/memory.max": 5000})) == 5000
-
-
-def test_limit_of_version_1(groups: Groups) -> None:
-    """The limit of the memory controller is read from memory.limit_in_bytes."""
-    files = {"memory/docker/abc/memory.limit_in_bytes": 7000}
-    assert cgroup_limit_bytes(*groups("4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n", files)) == 7000
-
-
-def test_limit_above_counts(groups: Groups) -> None:
-    """Of the groups from this one up to the root the smallest limit holds."""
-    files = {"a/b/memory.max": 9000, "a/memory.max": 4000, "memory.max": "max"}
-    assert cgroup_limit_bytes(*groups("0::/a/b\n", files)) == 4000
-
-
-def test_limit_seen_from_inside_a_container(groups: Groups) -> None:
-    """Where the group's own folder is not visible, the limit at the root of what is visible holds."""
-    assert cgroup_limit_bytes(*groups("0::/../../docker/abc\n", {"memory.max": 6000})) == 6000
-
-
-def test_smaller_of_both_versions(groups: Groups) -> None:
-    """Where both versions are mounted, the smaller limit holds."""
-    files = {"memory/job/memory.limit_in_bytes": 8000, "memory.max": 9000}
-    assert cgroup_limit_bytes(*groups("9:name=systemd:/job\n4:memory:/job\n0::/\n", files)) == 8000
-
-
-def test_controllers_mounted_together(groups: Groups) -> None:
-    """The memory controller is found where it shares its line with others."""
-    assert cgroup_limit_bytes(*groups("4:cpu,memory:/job\n", {"memory/job/memory.limit_in_bytes": 8000})) == 8000
-
-
-def test_other_controllers_do_not_count(groups: Groups) -> None:
-    """A folder that only another controller is in sets no limit."""
-    assert cgroup_limit_bytes(*groups("4:pids:/job\n", {"memory/job/memory.limit_in_bytes": 8000})) is None
-
-
-@pytest.mark.parametrize(
-    ("lines", "name", "value"),
-    [
-        ("0::/job\n", "job/memory.max", "max"),
-        ("4:memory:/job\n", "memory/job/memory.limit_in_bytes", 9223372036854771712),
-    ],
-    ids=["version-2", "version-1"],
-)
-def test_no_limit(groups: Groups, lines: str, name: str, value: object) -> None:
-    """What each version writes where there is no limit is not taken for one."""
-    assert cgroup_limit_bytes(*groups(lines, {name: value})) is None
-
-
-def test_no_control_groups(tmp_path: Path) -> None:
-    """Without control groups neither a limit nor free bytes are known."""
-    assert cgroup_limit_bytes(tmp_path, tmp_path / "missing") is None
-    assert cgroup_free_bytes(tmp_path, tmp_path / "missing") is None
-
-
-def test_free_counts_cached_files(groups: Groups) -> None:
-    """Free is the limit less what is used, with files that the kernel can drop counted as free."""
-    files = {"job/memory.max": 9000, "job/memory.current": 5000, "job/memory.stat": "anon 4000\ninactive_file 700"}
-    assert cgroup_free_bytes(*groups("0::/job\n", files)) == 9000 - 5000 + 700
-
-
-def test_free_counts_cached_files_of_version_1_once(groups: Groups) -> None:
-    """Version 1 tells cached files twice, with and without the groups below; they count once, as usage counts them."""
-    files = {
-        "memory/job/memory.limit_in_bytes": 9000,
-        "memory/job/memory.usage_in_bytes": 5000,
-        "memory/job/memory.stat": "inactive_file 500\ntotal_inactive_file 700",
-    }
-    assert cgroup_free_bytes(*groups("4:memory:/job\n", files)) == 9000 - 5000 + 700
-
-
-def test_free_is_never_negative(groups: Groups) -> None:
-    """A group above its limit has nothing free."""
-    assert cgroup_free_bytes(*groups("0::/job\n", {"job/memory.max": 4000, "job/memory.current": 5000})) == 0
-
-
-def test_free_of_the_tightest_group(groups: Groups) -> None:
-    """A parent group that others fill up leaves less than the group itself would."""
-    files = {"a/memory.max": 9000, "a/memory.current": 8500, "a/b/memory.max": 4000, "a/b/memory.current": 1000}
-    assert cgroup_free_bytes(*groups("0::/a/b\n", files)) == 500
-
-
-def test_free_needs_a_limit(groups: Groups) -> None:
-    """A group without a limit says nothing of what is free."""
-    assert cgroup_free_bytes(*groups("0::/job\n", {"job/memory.max": "max", "job/memory.current": 5000})) is None
 
 
 def test_container_limit_is_the_total(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,26 +89,8 @@ def test_net_hangs_above_the_budget() -> None:
     device = CpuDevice()
     with device.limited_to(device.held_bytes(()) + 300 * MIB):
         soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
-        room = soft - cpu._status_bytes("VmData")
+        room = soft - status_bytes("VmData")
     assert 300 * MIB + cpu._NET_BYTES <= room <= 300 * MIB + cpu._NET_BYTES + 0.5 * soft
-
-
-@on_linux
-@pytest.mark.parametrize(("kind", "counter"), [("RLIMIT_DATA", "VmData"), ("RLIMIT_AS", "VmSize")])
-def test_limit_of_the_process_is_read(kind: str, counter: str, run_child: RunChild) -> None:
-    """A `ulimit` on data or on address space is found, with what it leaves; it is the total, without a reserve."""
-    limit, free, total, reserve, read = run_child(
-        f"""
-        import resource
-        from autoaccum.devices.cpu import CpuDevice, _status_bytes
-        limit = _status_bytes("{counter}") + 2**28
-        resource.setrlimit(resource.{kind}, (limit, resource.RLIM_INFINITY))
-        device = CpuDevice().as_limited()
-        answer([limit, device.free_bytes(), device.total_bytes(), device.reserve_bytes(), device._limit.counter])
-        """
-    )
-    assert (total, reserve, read) == (limit, 0, counter)
-    assert 2**27 < free <= 2**28
 
 
 def test_a_process_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +116,7 @@ def test_limited_peak_is_what_the_limit_counts() -> None:
     """
     device = CpuDevice(ProcessLimit(2**60, "VmData", "ulimit -d"))
     device.release()
-    before = cpu._status_bytes("VmData")
+    before = status_bytes("VmData")
     with device.watched(()) as watch:
         tensor = torch.ones(64 * MIB, dtype=torch.uint8)
         del tensor
@@ -292,13 +164,6 @@ def test_peak_that_cannot_be_reset(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cpu, "_reset_peak", refuse)
     assert not cpu._can_reset_peak()
-
-
-@on_linux
-def test_unknown_counter() -> None:
-    """A counter that the kernel does not have is an error, not a zero."""
-    with pytest.raises(LookupError, match="VmNothing"):
-        cpu._status_bytes("VmNothing")
 
 
 # -- in processes of their own
