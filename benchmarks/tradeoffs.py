@@ -45,7 +45,7 @@ TARGETS = {
 }
 SWEPT = {
     "gpt": ("demo:gpt?layers=12&width=128&heads=4&seq_len=128&vocabulary=1024", 8),
-    "resnet": ("demo:resnet?image=64&width=32&blocks=4", 8),
+    "resnet": ("demo:resnet?image=160&width=16&blocks=4", 8),  # large rows: this process itself grows by some 10 MiB
 }
 _PAIRS = 7
 
@@ -86,14 +86,10 @@ def reached(target: str, levers: str, budget: str) -> dict[str, Any]:
 def sweep(name: str) -> dict[str, Any]:
     """The chosen setting against the best of all that fit."""
     target, rows = SWEPT[name]
-    with Search(load_target(target), _ample(rows), "cpu", None, None, ()) as search:
+    with Search(load_target(target), Request(target_batch=rows, levers="exact"), "cpu", None, None, ()) as search:
+        search.forecast(Levers())  # what tuning loads lies under the budget
         budget = _budget_now(search, rows)
     return {"target": target} | sweep_on(lambda: load_target(target), rows, "cpu", budget, _budget_now)
-
-
-def _ample(rows: int) -> Request:
-    """All settings may run, whatever they take."""
-    return Request(target_batch=rows, levers="exact", predict=False)
 
 
 def _budget_now(search: Search, rows: int) -> int:
@@ -127,7 +123,8 @@ def sweep_on(
     plan = tune_workload(load(), request, device=device)
     took_s = time.perf_counter() - begun
     chosen = Point(plan.levers, plan.micro_batch)
-    with Search(load(), _ample(rows), device, None, None, ()) as search:
+    ample = Request(target_batch=rows, levers="exact", predict=False)
+    with Search(load(), ample, device, None, None, ()) as search:
         exploration = Exploration(search)
         room = budget if room_of is None else room_of(search, rows)
         points = [
