@@ -10,6 +10,7 @@ from autoaccum.records import Trial
 from autoaccum.search.standing import peaks_of, standing
 
 _STRIDE = 4  # how much larger the next size is
+_SHORT_STRIDE = 2  # where all that one size takes, so many times, would not fit
 _FAR = 16  # a line is followed to no more than so many times the growth that was measured
 _CAUTION = 3  # a size is tried only where so many times its predicted growth fits
 
@@ -49,18 +50,19 @@ def line_through(trials: Sequence[Trial], budget_bytes: int) -> Line | None:
     return Line(high, peaks[high], growth / (high - low))
 
 
-def next_to_measure(trials: Sequence[Trial], ladder: Sequence[int], budget_bytes: int) -> int | None:
+def next_to_measure(trials: Sequence[Trial], ladder: Sequence[int], *, budget_bytes: int, held_bytes: int) -> int | None:
     """The next larger size on the way to a line; None at the end of the ladder, or where it might be far past the budget.
 
     Args:
         trials: All of them fit.
         ladder: The sizes that may be tried, ascending.
+        held_bytes: Before the first trial.
     """
     best = standing(trials).best
     if best is None:
         return ladder[0]
-    place = bisect_right(ladder, best * _STRIDE) - 1
-    size = ladder[place]
     peaks = peaks_of(trials)
+    may_be_near = len(peaks) == 1 and held_bytes + (peaks[best] - held_bytes) * _STRIDE > budget_bytes
+    size = ladder[bisect_right(ladder, best * (_SHORT_STRIDE if may_be_near else _STRIDE)) - 1]
     growth = (peaks[best] - peaks[min(peaks)]) / max(1, best - min(peaks)) * (size - best)
     return size if size > best and peaks[best] + _CAUTION * growth <= budget_bytes else None

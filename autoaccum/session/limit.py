@@ -75,7 +75,11 @@ def _is_quick(search: Search, levers: Levers, sizes: Sequence[int]) -> bool:
     budget_bytes = search.guide_bytes
     if not search.device.is_host:  # on others nothing was measured yet that would say what is short
         return False
-    while not search.time_is_up and (size := next_to_measure(search.log_of(levers), sizes, budget_bytes)) is not None:
+    held_bytes = search.guide_held_bytes
+    while not search.time_is_up:
+        size = next_to_measure(search.log_of(levers), sizes, budget_bytes=budget_bytes, held_bytes=held_bytes)
+        if size is None:
+            return True
         search.probe(levers, size)
         log = search.log_of(levers)
         now, line = standing(log), line_through(log, budget_bytes)

@@ -133,9 +133,10 @@ class Search:
 
     def _agree_on_bounds(self) -> None:
         """One ladder and one prediction for all ranks, whatever the data and memory of each: all propose the same sizes."""
-        bounds = self.ranks.gather((self.top, self.bound, self.budget.budget_bytes))
+        bounds = self.ranks.gather((self.top, self.bound, self.budget))
         self.top, self.bound, _ = min(bounds, key=lambda of_rank: of_rank[0])
-        self.guide_bytes = min(budget_bytes for _, _, budget_bytes in bounds)
+        self.guide_bytes = min(budget.budget_bytes for _, _, budget in bounds)
+        self.guide_held_bytes = max(budget.held_bytes for _, _, budget in bounds)
 
     def __enter__(self) -> Search:
         try:
@@ -182,14 +183,14 @@ class Search:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """While inside, this rank searches by itself: its own bounds, budget, predictions and clock."""
-        kept = self.top, self.bound, self.guide_bytes
+        kept = self.top, self.bound, self.guide_bytes, self.guide_held_bytes
         self.top, self.bound = self.own_top
-        self.guide_bytes = self.budget.budget_bytes
+        self.guide_bytes, self.guide_held_bytes = self.budget.budget_bytes, self.budget.held_bytes
         try:
             with self.ranks.apart():
                 yield
         finally:
-            self.top, self.bound, self.guide_bytes = kept
+            self.top, self.bound, self.guide_bytes, self.guide_held_bytes = kept
 
     def use_study(self, storage: Any) -> None:
         """Go on from the trials that are stored there, and store those to come; with several ranks, by the first one.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +11,10 @@ from autoaccum.records import Candidate, Fit, Trial
 from autoaccum.search.line import Line, line_through, next_to_measure
 
 BUDGET = 10_000_000
+
+
+def following(trials: Sequence[Trial], ladder: Sequence[int], budget_bytes: int = BUDGET, held_bytes: int = 0) -> int | None:
+    return next_to_measure(trials, ladder, budget_bytes=budget_bytes, held_bytes=held_bytes)
 
 
 def ran(size: int, peak: int) -> Trial:
@@ -42,21 +48,28 @@ def test_falling_peaks_are_no_line() -> None:
 def test_sizes_grow_fourfold() -> None:
     """From the smallest size on, each next one is four times the last, or the nearest below that there is."""
     ladder = range(3, 100, 3)
-    assert next_to_measure([], ladder, BUDGET) == 3
-    assert next_to_measure([ran(3, 1_000_000)], ladder, BUDGET) == 12
-    assert next_to_measure([ran(3, 1_000_000), ran(12, 1_000_100)], ladder, BUDGET) == 48
+    assert following([], ladder) == 3
+    assert following([ran(3, 1_000_000)], ladder) == 12
+    assert following([ran(3, 1_000_000), ran(12, 1_000_100)], ladder) == 48
+
+
+def test_sizes_grow_twofold_near_the_budget() -> None:
+    """After one size, four times all that it took has to fit, of which growth is a part; else the next is twice the size."""
+    assert following([ran(1, 4_000_000)], range(1, 100), held_bytes=2_000_000) == 4
+    assert following([ran(1, 5_000_000)], range(1, 100), held_bytes=2_000_000) == 2
+    assert following([ran(1, 5_000_000)], [1, 3, 9], held_bytes=2_000_000) is None
 
 
 def test_end_of_the_ladder() -> None:
     """With all sizes measured there is none left."""
-    assert next_to_measure([ran(8, 1_000_000)], [1, 2, 8], BUDGET) is None
+    assert following([ran(8, 1_000_000)], [1, 2, 8]) is None
 
 
 def test_nothing_is_tried_that_may_be_far_past_the_budget() -> None:
     """A size is passed over when three times its predicted growth would not fit."""
     trials = [ran(1, 1_000_000), ran(4, 2_000_000)]  # 16 rows should take 6 MB, and 14 MB if growth is three times as much
-    assert next_to_measure(trials, range(1, 100), BUDGET) is None
-    assert next_to_measure(trials, range(1, 100), 2 * BUDGET) == 16
+    assert following(trials, range(1, 100)) is None
+    assert following(trials, range(1, 100), 2 * BUDGET) == 16
 
 
 @given(st.integers(0, 2**30), st.integers(1, 2**20), st.integers(1, 64), st.integers(1, 64))
