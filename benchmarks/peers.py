@@ -3,7 +3,7 @@
     python benchmarks/peers.py run                  # all, about 25 minutes on two idle cores; goes on where it was ended
     python benchmarks/peers.py run --only gpt-adamw # one pair of model and cap, anew
     python benchmarks/peers.py run --small          # two pairs and three tools, about a minute
-    python benchmarks/peers.py render               # the tables again, from the figures
+    python benchmarks/peers.py render               # the tables again, from the figures, and the README's
 
 Every search, every training and every try at the true limit is in a process of its own: a copy of one that has loaded all
 tools, so that all start from the same memory and the cap counts the same for all. The cap is `RLIMIT_DATA` on the host and a
@@ -29,12 +29,13 @@ from side_by_side.caps import ALLOCATOR, Cap, grow_arenas, release
 from side_by_side.cases import CASES, SMALL
 from side_by_side.forks import in_fork
 from side_by_side.measuring import search, steps_fit, trains, true_limit, try_on_tiny
-from side_by_side.report import markdown
+from side_by_side.report import in_readme, markdown
 from side_by_side.tools import SMALL_TOOLS, TOOLS, quiet
 
 from autoaccum.prediction.fake_tensors import load_fake_tensors
 
 RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parents[1] / "README.md"
 SEARCH_LIMIT_S, TRAINING_LIMIT_S, TRY_LIMIT_S = 300.0, 600.0, 300.0  # many times what they take on an idle machine
 # One thread: copies of a process have no other. No oneDNN: where it is refused memory it ends the process, whichever tool
 # has called it.
@@ -166,7 +167,10 @@ def main() -> None:
     path = asked.results or RESULTS / f"peers{ending}.json"
     known = json.loads(path.read_text())["pairs"] if path.exists() else []
     if asked.do == "render":
-        path.with_suffix(".md").write_text(markdown(json.loads(path.read_text())))
+        report = json.loads(path.read_text())
+        path.with_suffix(".md").write_text(markdown(report))
+        if path == RESULTS / "peers.json":
+            README.write_text(in_readme(README.read_text(), report))
         return
     names = asked.only.split(",") if asked.only else list(SMALL if asked.small else CASES)
     measured_already = set() if asked.again or asked.only else {pair["case"] for pair in known}

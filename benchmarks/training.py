@@ -48,7 +48,6 @@ WARM_UP_ROUNDS, ROUNDS, SMALL_ROUNDS = 2, 12, 4
 COMPARED_ROWS = 8  # of a micro-batch when gradients are compared
 TRIED_STEPS = 4  # that have to run for a size to be taken
 TUNING_S = 60.0  # after which `autotune` tries no further setting
-SLACK_BYTES = 16 * MIB  # transformers' outputs are garbage that is collected late: peaks of equal steps differ by so much
 
 
 def words(levers: Levers) -> str:
@@ -81,16 +80,10 @@ def base_bytes(name: str) -> int:
 
 
 def tune(name: str, levers: str, cap_bytes: int) -> dict[str, Any]:
-    """The plan inside the cap, as JSON, and how long it took to find."""
+    """The plan inside the cap, which is the budget where none is named, as JSON, and how long it took to find."""
     capped(cap_bytes)
     case = CASES[name]
     model, sample = case.model(), torch.utils.data.default_collate(case.rows(8))
-    # The budget is of the resident set, the cap of data, which code is no part of: loaded before the two are compared.
-    model(**sample).loss.backward()
-    model.zero_grad()
-    device = CpuDevice()
-    device.release()
-    budget = device.held_bytes(()) + cap_bytes - status_bytes("VmData") - SLACK_BYTES
     begun = time.perf_counter()
     plan = autoaccum.autotune(
         model,
@@ -99,7 +92,6 @@ def tune(name: str, levers: str, cap_bytes: int) -> dict[str, Any]:
         optimizer=torch.optim.AdamW(model.parameters()),
         weight=case.weight,
         levers=levers,
-        budget=budget,
         time_budget_s=TUNING_S,
         progress=False,
     )

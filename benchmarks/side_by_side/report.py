@@ -27,6 +27,17 @@ SUMMARY_COLUMNS = [
     "seconds, median",
     "times as fast as the faster of accelerate and binsearch, median",
 ]
+README_COLUMNS = [
+    "tool",
+    "answers",
+    "exact",
+    "train",
+    "effective batch kept",
+    "state kept",
+    "out of memory, times",
+    "seconds, median",
+]
+README_BEGIN, README_END = "<!-- written by benchmarks/peers.py -->", "<!-- end -->"
 PAIR_COLUMNS = [
     "tool",
     "answer",
@@ -86,6 +97,33 @@ def _summary(pairs: Sequence[Pair]) -> Iterator[str]:
         if ran:
             yield _row([name, *_summary_of(name, ran)])
     yield ""
+
+
+def in_readme(readme: str, report: dict[str, Any]) -> str:
+    """The README with the table of these figures between its two marks."""
+    head, rest = readme.split(README_BEGIN)
+    _, tail = rest.split(README_END)
+    table = "\n".join(_readme_table(report["pairs"]))
+    return f"{head}{README_BEGIN}\n{table}\n{README_END}{tail}"
+
+
+def _readme_table(pairs: Sequence[Pair]) -> Iterator[str]:
+    yield _row(README_COLUMNS)
+    yield _row(["---"] * len(README_COLUMNS))
+    for name in TOOLS:
+        one = summary_of(name, pairs)
+        yield _row(
+            [
+                name,
+                f"{one['answers']} of {one['pairs']}",
+                str(one["exact"]),
+                str(one["train"]),
+                str(one["effective_batch_kept"]),
+                "made anew" if one["state_kept"] is None else str(one["state_kept"]),
+                str(one["refused"]),
+                _number(one["seconds"], "{:.1f}"),
+            ]
+        )
 
 
 def summary_of(name: str, pairs: Sequence[Pair]) -> dict[str, Any]:

@@ -68,6 +68,15 @@ def test_a_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.usefixtures("side_by_side")
+def test_readme_shows_the_figures() -> None:
+    """The table in the README is what the recorded figures make."""
+    from side_by_side.report import in_readme
+
+    readme, report = (ROOT / "README.md").read_text(), json.loads((BENCHMARKS / "results" / "peers.json").read_text())
+    assert in_readme(readme, report) == readme
+
+
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Two pairs of model and cap, three tools, under a real cap."""
@@ -102,7 +111,8 @@ def test_answers_are_the_limit_by_brute_force(small_run: dict[str, Any]) -> None
 @pytest.mark.timeout(900)
 def test_answers_train_under_the_same_cap(small_run: dict[str, Any]) -> None:
     """Twenty optimizer steps of two micro-batches of the answer run in a new process; one may be replayed."""
-    assert [one["training"]["fits"] for one in answers(small_run, "autoaccum")] == [True] * len(small_run["pairs"])
+    trained = [one["training"] for one in answers(small_run, "autoaccum")]
+    assert all(one["fits"] and one["replays"] <= 1 for one in trained), trained
 
 
 @pytest.mark.slow
@@ -123,9 +133,9 @@ def test_effective_batch_is_the_one_wanted(small_run: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_fewer_allocations_are_refused_than_with_accelerate(small_run: dict[str, Any]) -> None:
-    """Memory runs out at most a quarter as often as when sizes are tried from the batch that is wanted downwards."""
+    """Memory runs out at most a tenth as often as when sizes are tried from the batch that is wanted downwards."""
     ours, theirs = (sum(one["ooms"] for one in answers(small_run, tool)) for tool in ("autoaccum", "accelerate"))
-    assert 4 * ours <= theirs
+    assert 10 * ours <= theirs
 
 
 @pytest.mark.slow
