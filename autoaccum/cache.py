@@ -12,10 +12,10 @@ import msgspec
 
 from autoaccum.choose import of_rank
 from autoaccum.errors import AutoaccumError
+from autoaccum.files import MOST_BYTES, write_whole
 from autoaccum.fingerprint import digest, fingerprint_of
 from autoaccum.levers.blocks import find_blocks
 from autoaccum.records import Fit, PlanRecord, Record, from_json, to_json
-from autoaccum.report.files import MOST_BYTES, write_whole
 from autoaccum.session import Search
 from autoaccum.units import one_line
 

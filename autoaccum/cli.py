@@ -18,8 +18,8 @@ from autoaccum.comparing.compare import compare
 from autoaccum.comparing.markdown import comparison_markdown
 from autoaccum.comparing.reading import parse_max_regression, read_run
 from autoaccum.errors import AutoaccumError, NothingFitsError
+from autoaccum.files import read_bounded, write_whole
 from autoaccum.records import PlanRecord, ProbeResult, to_json
-from autoaccum.report.files import read_bounded, write_whole
 from autoaccum.report.following import following
 from autoaccum.signals import ending_at_once
 from autoaccum.worker.parent import WorkerError, search_in_worker

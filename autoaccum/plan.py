@@ -15,9 +15,9 @@ from autoaccum.admitting import refuse_other_model, unwrapped
 from autoaccum.choose import sizes_of
 from autoaccum.engines import own_optimizer
 from autoaccum.errors import InvalidRequestError
+from autoaccum.files import read_bounded, write_whole
 from autoaccum.levers import Subject, applied, autocast_for
 from autoaccum.records import PlanRecord, from_json, to_json
-from autoaccum.report.files import read_bounded, write_whole
 from autoaccum.report.pages import plan_fragment, plan_html
 from autoaccum.report.tables import trial_rows
 from autoaccum.report.text import plan_markdown, plan_text

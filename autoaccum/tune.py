@@ -24,15 +24,14 @@ from autoaccum.losses import LossFn, TrainingStep
 from autoaccum.meeting import telling
 from autoaccum.plan import Plan
 from autoaccum.predicting import predict_workload
-from autoaccum.prediction.gpu_names import gpu_for
-from autoaccum.prediction.gpus import GPUS, Gpu
+from autoaccum.prediction.gpu_names import gpus_for
+from autoaccum.prediction.gpus import Gpu
 from autoaccum.proportional import proportional_plan
 from autoaccum.reaching import probed
 from autoaccum.records import ProbeResult, Trial
 from autoaccum.report.following import Follower, following
 from autoaccum.request import Request
 from autoaccum.session import Search
-from autoaccum.units import shown
 from autoaccum.workload import Weight, Workload
 from autoaccum.writing import explored_plan
 
@@ -317,22 +316,6 @@ def predict(
         equal_micro_batches=equal_micro_batches,
     )
     return Plan.of(predict_workload(workload, request, named, world_size=world_size, picture=picture))
-
-
-def gpus_for(asked: str | int | Gpu | Sequence[str | int | Gpu]) -> tuple[Gpu, ...]:
-    """The GPUs that are asked for, the smallest first.
-
-    Raises:
-        InvalidRequestError: When one is not known.
-    """
-    several = [asked] if isinstance(asked, (str, int, Gpu)) else asked
-    if not isinstance(several, (list, tuple)) or not several:
-        raise InvalidRequestError(
-            f"gpu={shown(asked)} is no GPU; expected a name, a size such as '24GiB', a list of these, or 'all'."
-        )
-    if any(isinstance(one, str) and one.strip().lower() == "all" for one in several):
-        return GPUS
-    return tuple(sorted((gpu_for(one) for one in several), key=lambda gpu: gpu.total_bytes))
 
 
 def tune_workload(

@@ -14,7 +14,7 @@ ROOT = Path(autoaccum.__file__).parent
 ROWS = (
     ("errors", "signals"),
     ("units",),
-    ("records",),
+    ("records", "files"),
     ("schedule", "caps", "timing"),
     ("search", "batches", "shards"),
     ("choose", "comparing", "tradeoffs", "devices", "preserve", "ranks", "calling"),
@@ -46,6 +46,7 @@ WITHOUT_TORCH = (
     "signals",
     "units",
     "records",
+    "files",
     "schedule",
     "caps",
     "timing",

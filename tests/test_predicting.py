@@ -20,10 +20,9 @@ from autoaccum.prediction import gpu_traces
 from autoaccum.prediction.allocator import replay
 from autoaccum.prediction.gpu_names import gpu_for
 from autoaccum.prediction.gpu_traces import GpuTraces
-from autoaccum.prediction.gpus import GPUS, Gpu
+from autoaccum.prediction.gpus import GPUS
 from autoaccum.prediction.trace import KINDS
 from autoaccum.records import Levers
-from autoaccum.tune import gpus_for
 from autoaccum.workload import Workload
 
 from .predictions import GIB, LARGE, MIDDLE, SMALL, TURING, foreseen, meta_model, predict
@@ -319,13 +318,6 @@ def test_gpu_may_be_a_name_a_size_or_a_row(asked: Any) -> None:
     assert 23 * GIB < foreseen(found).total_bytes <= 24 * GIB
 
 
-def test_all_is_every_listed_gpu() -> None:
-    """The word "all", however written, is the table."""
-    assert gpus_for("all") == gpus_for(" ALL ") == GPUS
-    assert [gpu.name for gpu in gpus_for([LARGE, SMALL])] == [SMALL, LARGE]
-    assert isinstance(gpus_for("24GiB")[0], Gpu)
-
-
 # -- written down
 
 
@@ -405,9 +397,3 @@ def test_autocast_in_a_step_is_predicted() -> None:
             return model(batch).square().mean()
 
     assert autoaccum.predict(model, torch.randn(8, 64), 64, gpu="T4", training_step=step).micro_batch == 64
-
-
-def test_no_gpu_at_all_is_refused() -> None:
-    """An empty list names no GPU to predict for."""
-    with pytest.raises(InvalidRequestError, match=r"gpu=\[\] is no GPU"):
-        gpus_for([])

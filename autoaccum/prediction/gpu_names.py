@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from autoaccum.errors import InvalidRequestError
@@ -79,6 +80,22 @@ def gpu_for(asked: str | int | Gpu) -> Gpu:
     if _SIZE.fullmatch(asked):
         return _unnamed(asked)
     raise _unknown(asked)
+
+
+def gpus_for(asked: str | int | Gpu | Sequence[str | int | Gpu]) -> tuple[Gpu, ...]:
+    """The GPUs that are asked for, the smallest first.
+
+    Raises:
+        InvalidRequestError: When one is not known.
+    """
+    several = [asked] if isinstance(asked, (str, int, Gpu)) else asked
+    if not isinstance(several, (list, tuple)) or not several:
+        raise InvalidRequestError(
+            f"gpu={shown(asked)} is no GPU; expected a name, a size such as '24GiB', a list of these, or 'all'."
+        )
+    if any(isinstance(one, str) and one.strip().lower() == "all" for one in several):
+        return GPUS
+    return tuple(sorted((gpu_for(one) for one in several), key=lambda gpu: gpu.total_bytes))
 
 
 def _named(asked: str) -> list[Gpu]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from autoaccum.errors import AutoaccumError, InvalidRequestError, MissingExtraError
+from autoaccum.files import write_whole
 from autoaccum.records import Phase, Timeline
-from autoaccum.report.files import write_whole
 from autoaccum.units import format_bytes, shown
 
 _FORMATS = (".svg", ".png")

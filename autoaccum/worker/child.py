@@ -20,10 +20,11 @@ from autoaccum.devices import device_for
 from autoaccum.devices.base import AbstractDevice
 from autoaccum.errors import AutoaccumError, NothingFitsError
 from autoaccum.predicting import predict_workload
+from autoaccum.prediction.gpu_names import gpus_for
 from autoaccum.records import Candidate, CheckResult, PlanRecord, Trial
 from autoaccum.request import Request
 from autoaccum.targets import load_target
-from autoaccum.tune import gpus_for, probe_workload, tune_workload
+from autoaccum.tune import probe_workload, tune_workload
 from autoaccum.worker.messages import Bounded, Failed, Finished, Job, Message, Planned, Probed, Started
 from autoaccum.workload import Workload
 

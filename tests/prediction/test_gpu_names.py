@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum.errors import InvalidRequestError
-from autoaccum.prediction.gpu_names import gpu_for
+from autoaccum.prediction.gpu_names import gpu_for, gpus_for
 from autoaccum.prediction.gpus import GPUS, Gpu
 
 GIB = 2**30
@@ -192,3 +192,19 @@ def test_size_below_a_context_is_refused() -> None:
     """A size that leaves nothing, as of a forgotten unit, is refused with what it was read as."""
     with pytest.raises(InvalidRequestError, match="gpu='24' is 24 B"):
         gpu_for("24")
+
+
+# -- several
+
+
+def test_all_is_every_listed_gpu() -> None:
+    """The word "all", however written, is the table."""
+    assert gpus_for("all") == gpus_for(" ALL ") == GPUS
+    assert [gpu.name for gpu in gpus_for(["A100 80GB", "T4"])] == ["T4 16GB", "A100 80GB"]
+    assert isinstance(gpus_for("24GiB")[0], Gpu)
+
+
+def test_no_gpu_at_all_is_refused() -> None:
+    """An empty list names no GPU to predict for."""
+    with pytest.raises(InvalidRequestError, match=r"gpu=\[\] is no GPU"):
+        gpus_for([])

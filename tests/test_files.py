@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autoaccum.errors import InvalidRequestError
-from autoaccum.report.files import read_bounded, write_whole
+from autoaccum.files import read_bounded, write_whole
 
 
 def listed(folder: Path) -> list[str]:
