@@ -34,22 +34,30 @@ IsEnough = Callable[[Sequence[float]], bool]
 
 _SHORTEST_S = 1e-9  # what clocks count in
 _ABOUT_THE_SIZE = frozenset(Verdict) - {Verdict.DEAD}
+_are_set_aside = False
 
 
 @contextmanager
 def older_objects_set_aside() -> Iterator[None]:
     """Let the garbage collector look only at what is made inside: nine tenths of a small trial's time otherwise.
 
-    Left alone where the caller has set objects aside, which could not be told apart afterwards.
+    Left alone where the caller has set objects aside, which could not be told apart afterwards. Counting these takes as long
+    as looking at them, so it is done once, not for every trace of a search.
     """
-    if gc.get_freeze_count():
+    global _are_set_aside
+    if _are_set_aside:
         yield
         return
-    gc.freeze()
+    is_callers = bool(gc.get_freeze_count())
+    if not is_callers:
+        gc.freeze()
+    _are_set_aside = True
     try:
         yield
     finally:
-        gc.unfreeze()
+        _are_set_aside = False
+        if not is_callers:
+            gc.unfreeze()
 
 
 class Attempt(NamedTuple):
