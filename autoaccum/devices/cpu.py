@@ -12,8 +12,9 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -143,6 +144,7 @@ class CpuDevice(AbstractDevice):
             thresholds.leave()
 
     def release(self) -> None:
+        free_mkl_buffers()
         if _has_glibc():
             ctypes.CDLL(None).malloc_trim(0)
 
@@ -182,6 +184,29 @@ def _set_thresholds(values: dict[int, int]) -> None:
     libc = ctypes.CDLL(None)
     for parameter, value in values.items():
         libc.mallopt(parameter, value)
+
+
+def free_mkl_buffers() -> None:
+    """Have Intel MKL give back what it keeps; nothing where torch is built without it.
+
+    MKL keeps the buffers of matrix products, of several MiB each and others for other shapes, so that what a size takes
+    would depend on the sizes that were tried before it.
+    """
+    free_buffers = _mkl_free_buffers()
+    if free_buffers is not None:
+        free_buffers()
+
+
+@cache
+def _mkl_free_buffers() -> Callable[[], object] | None:
+    """The function `mkl_free_buffers` of oneMKL, which has its internal name in torch's own library."""
+    if sys.platform != "linux" or not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        return None
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return library.mkl_serv_free_buffers
+    except (OSError, AttributeError):
+        return None
 
 
 def _has_glibc() -> bool:

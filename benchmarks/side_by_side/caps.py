@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from autoaccum.devices.cpu import free_mkl_buffers
+
 # glibc's default thresholds move while a process runs, so that the memory which one size takes depends on what ran before.
 # These are the ones that autoaccum sets while it searches, and that it tells its user to train with; here every process has
 # them from its start, for all tools alike.
@@ -80,6 +82,7 @@ class Cap:
 def release(device: torch.device) -> None:
     """Give back what nothing holds any longer, and set the allocator as at the start: autoaccum leaves it otherwise."""
     gc.collect()
+    free_mkl_buffers()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif _has_glibc():

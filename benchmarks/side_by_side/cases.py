@@ -208,7 +208,7 @@ def _case(
 
 CASES: dict[str, Case] = dict(
     [
-        _case("gpt-long-adamw", partial(_gpt, 2, 64, 512), partial(_text, 512), _ADAMW, 120, 3),
+        _case("gpt-long-adamw", partial(_gpt, 2, 64, 512), partial(_text, 512), _ADAMW, 150, 3),
         _case("gpt-adamw", partial(_gpt, 2, 64, 64), partial(_text, 64), _ADAMW, 150, 82),
         _case("gpt-sgd", partial(_gpt, 2, 64, 64), partial(_text, 64), _SGD, 100, 57),
         _case("bert-adamw", partial(_bert, 2, 64, 64), partial(_text, 64), _ADAMW, 100, 70),

@@ -124,6 +124,20 @@ def test_limited_peak_is_what_the_limit_counts() -> None:
 
 
 @on_linux
+@pytest.mark.skipif(cpu._mkl_free_buffers() is None, reason="this torch has no MKL, or hides its functions")
+def test_buffers_of_matrix_products_are_released() -> None:
+    """What MKL keeps after a product of matrices is given back, so that no size pays for those that were tried before."""
+    device = CpuDevice()
+    device.release()
+    before = status_bytes("VmData")
+    torch.ones(256, 64) @ torch.ones(64, 256)
+    held = status_bytes("VmData") - before
+    device.release()
+    assert held > 2 * MIB
+    assert status_bytes("VmData") - before < MIB
+
+
+@on_linux
 def test_the_limit_is_named() -> None:
     """What a plan was made on says that the process was limited, and by what."""
     assert "limited to 3.00 GiB by ulimit -d" in CpuDevice(ProcessLimit(3 * 2**30, "VmData", "ulimit -d")).description()
