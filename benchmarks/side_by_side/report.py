@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
+from side_by_side.measuring import TRAINED_STEPS
 from side_by_side.tools import NOT_SHOWN, TOOLS
 
 Pair = dict[str, Any]
 RIVALS = ("accelerate", "Lightning binsearch")  # times are compared with the faster of these
+OURS = "autoaccum"
 COUNTED = "accelerate"  # and refusals with this one's
 
 SUMMARY_COLUMNS = [
@@ -110,8 +112,12 @@ def in_readme(readme: str, report: dict[str, Any]) -> str:
 def _readme_table(pairs: Sequence[Pair]) -> Iterator[str]:
     yield _row(README_COLUMNS)
     yield _row(["---"] * len(README_COLUMNS))
+    without = []
     for name in TOOLS:
         one = summary_of(name, pairs)
+        if not one["answers"]:
+            without.append(name)
+            continue
         yield _row(
             [
                 name,
@@ -124,6 +130,13 @@ def _readme_table(pairs: Sequence[Pair]) -> Iterator[str]:
                 _number(one["seconds"], "{:.1f}"),
             ]
         )
+    ours = summary_of(OURS, pairs)
+    said = [f"{OURS} took 1/{ours['faster_by']:.1f} of the time of the faster of {' and '.join(RIVALS)} (median)."]
+    if ours["replays"]:
+        said.append(f"Of its {(TRAINED_STEPS + 1) * ours['train']} steps {ours['replays']} ran out of memory and were replayed.")
+    if without:
+        said.append(f"Without an answer on the host: {', '.join(without)}.")
+    yield "\n" + " ".join(said)
 
 
 def summary_of(name: str, pairs: Sequence[Pair]) -> dict[str, Any]:
