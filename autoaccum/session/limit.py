@@ -21,7 +21,7 @@ from autoaccum.search import (
 )
 from autoaccum.session.search import Search
 
-_SHORT_S = 1.5  # trials that take no longer find the limit in the time of a trace, which takes 2 to 4 s even of small models
+_SHORT_S = 2.5  # a trial that takes no longer costs no more than a trace, which takes 2 to 4 s even of small models
 _WORTH_PREDICTING = 3  # sizes; fewer are tried in less time than two traces take
 
 

@@ -133,7 +133,8 @@ def _readme_table(pairs: Sequence[Pair]) -> Iterator[str]:
     ours = summary_of(OURS, pairs)
     said = [f"{OURS} took 1/{ours['faster_by']:.1f} of the time of the faster of {' and '.join(RIVALS)} (median)."]
     if ours["replays"]:
-        said.append(f"Of its {(TRAINED_STEPS + 1) * ours['train']} steps {ours['replays']} ran out of memory and were replayed.")
+        steps = (TRAINED_STEPS + 1) * ours["train"]
+        said.append(f"Of its {steps} training steps {ours['replays']} ran out of memory and were replayed.")
     if without:
         said.append(f"Without an answer on the host: {', '.join(without)}.")
     yield "\n" + " ".join(said)
