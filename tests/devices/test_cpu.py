@@ -115,11 +115,12 @@ def test_limited_peak_is_what_the_limit_counts() -> None:
     To a quarter of a MiB: the kernel counts resident pages in lots of 64.
     """
     device = CpuDevice(ProcessLimit(2**60, "VmData", "ulimit -d"))
-    device.release()
-    before = status_bytes("VmData")
-    with device.watched(()) as watch:
-        tensor = torch.ones(64 * MIB, dtype=torch.uint8)
-        del tensor
+    with device.steadied():
+        device.release()
+        before = status_bytes("VmData")
+        with device.watched(()) as watch:
+            tensor = torch.ones(64 * MIB, dtype=torch.uint8)
+            del tensor
     assert 63.5 * MIB <= watch.peak_bytes - before <= 66 * MIB
 
 
@@ -128,13 +129,14 @@ def test_limited_peak_is_what_the_limit_counts() -> None:
 def test_buffers_of_matrix_products_are_released() -> None:
     """What MKL keeps after a product of matrices is given back, so that no size pays for those that were tried before."""
     device = CpuDevice()
-    device.release()
-    before = status_bytes("VmData")
-    torch.ones(256, 64) @ torch.ones(64, 256)
-    held = status_bytes("VmData") - before
-    device.release()
-    assert held > 2 * MIB
-    assert status_bytes("VmData") - before < MIB
+    with device.steadied():
+        device.release()
+        before = status_bytes("VmData")
+        torch.ones(256, 64) @ torch.ones(64, 256)
+        held = status_bytes("VmData") - before
+        device.release()
+        assert held > 2 * MIB
+        assert status_bytes("VmData") - before < MIB
 
 
 @on_linux
