@@ -109,6 +109,7 @@ def sizes_of(plan: Plan) -> tuple[Any, ...]:
 # -- remembering
 
 
+@pytest.mark.slow
 def test_second_call_costs_one_trial(tmp_path: Path) -> None:
     """The same call again runs a single probe of the plan's micro-batch, under its levers, and gives the same plan."""
     first, second = tune_tightly(tmp_path), tune_tightly(tmp_path)
@@ -178,6 +179,7 @@ def test_model_is_left_as_it_was(tmp_path: Path) -> None:
 # -- what is another call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -207,6 +209,7 @@ def test_any_change_is_another_call(changes: dict[str, Any], tmp_path: Path) -> 
     assert sizes_of(tune(tmp_path)) == sizes_of(first)
 
 
+@pytest.mark.slow
 def test_plan_that_the_clock_cut_short_is_not_remembered(tmp_path: Path) -> None:
     """What was found in a second is no answer for a call that leaves more time."""
     target, device = 64, "virtual:1MiB"
@@ -299,6 +302,7 @@ DAMAGE: dict[str, Callable[[str], str | bytes]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damaged_file_is_ignored_and_replaced(name: str, tmp_path: Path) -> None:
     """Whatever has become of the file, the plan is that of a search, says so, and is there again at the next call."""

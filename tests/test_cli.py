@@ -335,6 +335,7 @@ def test_exit_code_of_every_end(
     assert (str(error) or "interrupted") in shown.err
 
 
+@pytest.mark.slow
 def test_doctor_names_devices_and_memory(command: Command, tmp_path: Path) -> None:
     """`autoaccum doctor` ends with 0 and shows the versions, the CPU's memory and whether there is a GPU."""
     done = command("doctor", folder=tmp_path)
@@ -347,11 +348,13 @@ def test_doctor_names_devices_and_memory(command: Command, tmp_path: Path) -> No
 # -- a search that succeeds
 
 
+@pytest.mark.slow
 def test_plan_ends_with_zero(runs: dict[str, CompletedProcess[str]]) -> None:
     """A search with a target that finds a plan ends with 0."""
     assert runs["plan"].returncode == 0, runs["plan"].stderr
 
 
+@pytest.mark.slow
 def test_plan_is_shown_in_words(runs: dict[str, CompletedProcess[str]]) -> None:
     """Standard output has the table of trials and the plan."""
     shown = runs["plan"].stdout
@@ -359,6 +362,7 @@ def test_plan_is_shown_in_words(runs: dict[str, CompletedProcess[str]]) -> None:
     assert "2 x 2 + 1 (3 micro-batches) = one optimizer step of 5 samples" in shown
 
 
+@pytest.mark.slow
 def test_plan_file_loads_again(runs: dict[str, CompletedProcess[str]], folder: Path) -> None:
     """The JSON file of a search with a target is a Plan, with the trials that were run."""
     plan = Plan.load(folder / "p.json")
@@ -367,18 +371,21 @@ def test_plan_file_loads_again(runs: dict[str, CompletedProcess[str]], folder: P
     assert [trial.purpose for trial in plan.trials] == ["probe", "probe", "confirm"]
 
 
+@pytest.mark.slow
 def test_markdown_file_holds_the_plan(runs: dict[str, CompletedProcess[str]], folder: Path) -> None:
     """The Markdown file is the report of the plan in the JSON file."""
     assert runs["plan"].returncode == 0
     assert (folder / "p.md").read_text() == Plan.load(folder / "p.json").to_markdown()
 
 
+@pytest.mark.slow
 def test_no_temporary_file_is_left(runs: dict[str, CompletedProcess[str]], folder: Path) -> None:
     """After all runs the user's folder has the user's files, the two reports and nothing else."""
     assert len(runs) == len(CASES)
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {*FILES, "p.json", "p.md"}
 
 
+@pytest.mark.slow
 def test_probe_json_on_stdout_loads_again(runs: dict[str, CompletedProcess[str]]) -> None:
     """Without a target, `--json -` writes a ProbeResult to stdout and nothing else, whatever the user's code prints."""
     result = ProbeResult.from_json(runs["probe"].stdout)
@@ -386,6 +393,7 @@ def test_probe_json_on_stdout_loads_again(runs: dict[str, CompletedProcess[str]]
     assert (result.max_micro_batch, result.limited_by) == (2, "caller")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ["printed by the function", "written to descriptor 1", "read: ''", "printed by forward"])
 def test_what_the_user_prints_is_shown(runs: dict[str, CompletedProcess[str]], line: str) -> None:
     """What the user's code prints goes to stderr, and its standard input is empty."""
@@ -393,11 +401,13 @@ def test_what_the_user_prints_is_shown(runs: dict[str, CompletedProcess[str]], l
     assert line in runs["plan"].stderr.splitlines()
 
 
+@pytest.mark.slow
 def test_a_search_is_silent_on_stderr(runs: dict[str, CompletedProcess[str]]) -> None:
     """A search whose target prints nothing leaves stderr empty."""
     assert runs["markdown"].stderr == ""
 
 
+@pytest.mark.slow
 def test_markdown_on_stdout(runs: dict[str, CompletedProcess[str]]) -> None:
     """`--markdown -` writes the report to stdout and no table for the terminal."""
     assert runs["markdown"].returncode == 0
@@ -405,6 +415,7 @@ def test_markdown_on_stdout(runs: dict[str, CompletedProcess[str]]) -> None:
     assert "━" not in runs["markdown"].stdout
 
 
+@pytest.mark.slow
 def test_bar_on_a_terminal(started_command: Start, folder: Path) -> None:
     """Where stderr is a terminal, a bar shows the micro-batch being tried without being asked for."""
     ours, theirs = pty.openpty()
@@ -427,24 +438,28 @@ def test_bar_on_a_terminal(started_command: Start, folder: Path) -> None:
 # -- a search that finds nothing, or cannot start
 
 
+@pytest.mark.slow
 def test_nothing_fits_ends_with_one(runs: dict[str, CompletedProcess[str]]) -> None:
     """When not even one row fits, the exit code is 1 and stderr says what was missing."""
     assert runs["nothing fits"].returncode == 1
     assert "micro_batch=1 does not fit into 200 KiB on virtual:200 KiB" in runs["nothing fits"].stderr
 
 
+@pytest.mark.slow
 def test_nothing_fits_shows_the_trials_beside_the_error(runs: dict[str, CompletedProcess[str]]) -> None:
     """The trials of a search that found nothing are on stderr, so that stdout holds no half of an answer."""
     assert "out of memory in optimizer" in runs["nothing fits"].stderr
     assert runs["nothing fits"].stdout == ""
 
 
+@pytest.mark.slow
 def test_death_at_every_size_ends_with_one(runs: dict[str, CompletedProcess[str]]) -> None:
     """When the worker dies at every size, the exit code is 1 and the signal that killed it is named."""
     assert runs["dies"].returncode == 1
     assert "SIGKILL" in runs["dies"].stderr and "worker process died" in runs["dies"].stderr
 
 
+@pytest.mark.slow
 def test_what_was_printed_before_a_death_is_shown(runs: dict[str, CompletedProcess[str]]) -> None:
     """What the user's code printed just before its process was killed is not lost."""
     assert "printed before the death" in runs["dies"].stderr.splitlines()
@@ -468,6 +483,7 @@ def test_what_cannot_be_done_is_one_line(ran: str, case: str, said: str, request
     assert said in done.stderr
 
 
+@pytest.mark.slow
 def test_a_missing_function_is_told_what_there_is(runs: dict[str, CompletedProcess[str]]) -> None:
     """The error about a misspelt function lists the functions of the file, and not what it imported."""
     assert "quiet, sleepy" in runs["no function"].stderr
@@ -495,6 +511,7 @@ def test_broken_target_shows_the_users_own_traceback(
     assert "importlib" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_cause_of_an_error_is_shown(runs: dict[str, CompletedProcess[str]]) -> None:
     """The traceback of an error in forward has its cause, and a note about the micro-batch that was tried."""
     assert "KeyError: 'column'" in runs["forward"].stderr
@@ -511,6 +528,7 @@ def test_a_file_name_that_is_not_text(command: Command, folder: Path) -> None:
 # -- interrupted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["group", *(pytest.param(who, marks=pytest.mark.slow) for who in ("parent", "worker"))])
 def test_interrupt_ends_with_130(started_command: Start, folder: Path, who: str) -> None:
     """SIGINT to the process group, to the command alone or to its worker ends with 130, a word, and no worker left."""
@@ -543,6 +561,7 @@ def test_interrupt_while_torch_is_imported(started_command: Start, folder: Path)
     assert (out, err.strip()) == (b"", b"interrupted")
 
 
+@pytest.mark.slow
 def test_interrupt_that_the_target_raises(command: Command, tmp_path: Path) -> None:
     """A target that raises KeyboardInterrupt itself ends as Ctrl-C does, without a traceback."""
     (tmp_path / "target.py").write_text("def build():\n    raise KeyboardInterrupt\n")
@@ -550,6 +569,7 @@ def test_interrupt_that_the_target_raises(command: Command, tmp_path: Path) -> N
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "interrupted")
 
 
+@pytest.mark.slow
 def test_plan_record_is_what_the_worker_answers(runs: dict[str, CompletedProcess[str]], folder: Path) -> None:
     """The JSON of the command line has every field of a plan and no other."""
     assert runs["plan"].returncode == 0

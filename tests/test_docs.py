@@ -82,6 +82,7 @@ SMALL = {  # the same with a model, a batch and a budget that take less time
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [pytest.param({}, id="as it stands", marks=pytest.mark.slow), pytest.param(SMALL, id="in small")]
 )
@@ -140,6 +141,7 @@ def test_every_framework_is_in_the_readme() -> None:
         assert known.extra in FRAMEWORKS and (known.minimum in FRAMEWORKS or name in ("accelerate", "deepspeed"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["accelerate", *(pytest.param(name, marks=pytest.mark.slow) for name in AFTER if name != "accelerate")]
 )

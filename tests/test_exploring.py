@@ -231,6 +231,7 @@ def test_fastest_size_is_found_by_a_real_clock() -> None:
 # -- levers that make room
 
 
+@pytest.mark.slow
 def test_checkpointing_makes_room_for_three_times_as_many_rows() -> None:
     """Where each micro-batch has a high overhead, blocks are computed again for fewer and larger ones."""
     model = Net(blocks=6, overhead_s=4096 * TICK_S)
@@ -257,6 +258,7 @@ def test_recomputation_that_costs_more_than_it_brings_is_not_chosen() -> None:
     assert plan.levers == AS_IT_IS
 
 
+@pytest.mark.slow
 def test_what_fits_only_with_levers_is_a_plan_with_levers() -> None:
     """Where not even one row fits as it is, blocks are computed again, and the plan says what was tried before."""
     plan = tune(Net(), 6, "virtual:15KiB")
@@ -297,6 +299,7 @@ def exhaustive(model: nn.Module, target: int) -> dict[Point, tuple[float, int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overhead", "blocks", "target"),
     [(64, 2, 6), *(pytest.param(ticks, 3, 12, marks=pytest.mark.slow) for ticks in (4, 64, 1024))],
@@ -427,6 +430,7 @@ def measured_peaks(model: nn.Module, target: int) -> dict[Point, int]:
     return found
 
 
+@pytest.mark.slow
 def test_memory_objective_takes_the_lowest_peak() -> None:
     """Of all sizes with any number of blocks, none holds less than the chosen one."""
     model = Net(blocks=2)
@@ -495,6 +499,7 @@ def test_levers_may_make_an_equal_division_possible() -> None:
     assert plan.micro_batch_sizes == (14,) and plan.levers.checkpointing == "full"
 
 
+@pytest.mark.slow
 def test_multiples_hold_under_levers_too() -> None:
     """Every micro-batch of every whole step but the last is a multiple of what was asked for."""
     plan = tune(Net(overhead_s=512 * TICK_S), 14, "virtual:80KiB", multiple_of=4)
@@ -608,6 +613,7 @@ def test_only_the_levers_that_were_named_are_turned(levers: Any, allowed: set[tu
     assert {one.precision for one in found} == {"fp32"}
 
 
+@pytest.mark.slow
 def test_callers_own_blocks_are_the_ones_computed_again() -> None:
     """Blocks by name: those, in that order, and no other, are checkpointed, and the plan carries their names."""
     model = Net(overhead_s=2048 * TICK_S)
@@ -691,6 +697,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     )
 
 
+@pytest.mark.slow
 def test_everything_is_as_it_was_after_a_search() -> None:
     """Weights, buffers, gradients, modes, hooks, configuration, forwards and generators are the same, bit for bit."""
     model, sample = Configured(), torch.randn(4, 64)
@@ -700,6 +707,7 @@ def test_everything_is_as_it_was_after_a_search() -> None:
     assert state_of(model) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [5, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, 3))])
 def test_everything_is_as_it_was_after_an_interruption(at: int) -> None:
     """Ctrl-C during any trial, with levers turned or not, leaves nothing behind."""

@@ -19,6 +19,8 @@ from autoaccum.workload import Workload
 
 from .searches import mean_of, sgd, traced_once
 
+pytestmark = pytest.mark.slow
+
 FULL, SELECTIVE = Levers(checkpointing="full"), Levers(checkpointing="selective")
 FOREACH = Levers(optimizer_impl="foreach")
 TARGET = 24

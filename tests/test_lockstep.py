@@ -24,11 +24,12 @@ Answers = list[dict[str, Any]]
 Run = Callable[..., Answers]
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(
         not hasattr(FSDPModule, "reset_iter_state"),
         reason="FSDP2 of this torch cannot go on after a step that was broken off",
     ),
-    pytest.mark.timeout(500),  # a fixture runs many scenarios in one start of the ranks
+    pytest.mark.timeout(500),  # a fixture runs many scenarios in one start of the rank]
 ]
 
 

@@ -205,6 +205,7 @@ def test_a_pickle_is_never_loaded(tmp_path: Path) -> None:
 # -- other ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "world_size", "options"),
     [

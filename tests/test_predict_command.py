@@ -28,6 +28,7 @@ def run(*arguments: str) -> int:
 GPT = "demo:gpt?layers=1&width=64&vocabulary=128&seq_len=16"
 
 
+@pytest.mark.slow
 def test_command_shows_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """The command ends with 0 and shows the plan and its prediction."""
     assert run(GPT, "--target-batch", "64", "--gpu", SMALL) == 0
@@ -89,6 +90,7 @@ def test_command_passes_every_option(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == ["demo:gpt", ("24GiB",), numbers, 2, "p.svg"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

@@ -101,6 +101,7 @@ def test_convolutions_widen_the_interval() -> None:
     assert not any("cuDNN" in text for text in foreseen(predict(64)).not_modelled)
 
 
+@pytest.mark.slow
 def test_recurrent_layers_are_said_not_to_be_modelled() -> None:
     """A model with recurrent layers says that cuDNN's reserve for them is not known."""
 
@@ -158,6 +159,7 @@ def test_optimizer_decides() -> None:
     assert with_sgd.max_micro_batch > predict(budget="1GiB").max_micro_batch
 
 
+@pytest.mark.slow
 def test_prediction_is_the_same_with_values() -> None:
     """A model with values, and one on the meta device, are predicted alike."""
     with torch.device("meta"):
@@ -211,6 +213,7 @@ def test_bad_calls_are_refused_before_anything_is_traced(
 # -- when nothing fits
 
 
+@pytest.mark.slow
 def test_nothing_fits_names_the_gpu_that_would_do() -> None:
     """A model too large for the GPU is refused with what it needs, what weights take, and the smallest GPU that has it."""
     with torch.device("meta"):
@@ -259,6 +262,7 @@ def everywhere() -> Plan:
     return autoaccum.predict(model, torch.randn(2, 32_768), 64, gpu="all")
 
 
+@pytest.mark.slow
 def test_all_gpus_have_an_outlook(everywhere: Plan) -> None:
     """There is a row for every listed GPU, the smallest first."""
     rows = foreseen(everywhere).outlooks
@@ -282,6 +286,7 @@ def test_outlooks_are_sound(everywhere: Plan) -> None:
         assert (row.micro_batch is None) == (row.accumulation_steps is None)
 
 
+@pytest.mark.slow
 def test_outlooks_are_what_each_gpu_alone_is_told() -> None:
     """A row is what a prediction for that GPU alone says, though GPUs share traces."""
     names = [TURING, SMALL, MIDDLE, "H100 80GB"]

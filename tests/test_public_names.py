@@ -32,6 +32,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
         autoaccum.nonsense  # noqa: B018
 
 
+@pytest.mark.slow
 def test_import_is_light(run_child: Any) -> None:
     """`import autoaccum` imports neither torch nor pandas, optuna or rich; autotune imports no pandas, optuna or rich."""
     loaded = run_child(

@@ -17,6 +17,8 @@ import autoaccum
 from autoaccum.ranks import Ranks, worst
 from autoaccum.records import Fit, OutOfMemory, Refused
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("ranks_scenarios.py")
 SLOW = (
     "injected",

@@ -12,6 +12,8 @@ import autoaccum
 from autoaccum.devices import VirtualDevice
 from autoaccum.window import Progress, run_window
 
+pytestmark = pytest.mark.slow
+
 MODEL = """
 import torch
 from torch import nn

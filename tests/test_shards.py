@@ -60,6 +60,7 @@ answer([float(weight.full_tensor().sum()), mesh_size(weight), num_bytes([weight]
     assert run_alone(run_child, source) == [48.0, 1, 64, False]
 
 
+@pytest.mark.slow
 def test_model_that_a_forward_pass_left_whole_is_split_again(run_child: Callable[..., Any]) -> None:
     """Its parameters are those that an optimizer has."""
     source = """

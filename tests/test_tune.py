@@ -552,6 +552,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "errors",
     [list(ERRORS.values()), *(pytest.param([error], marks=pytest.mark.slow) for error in ERRORS.values())],

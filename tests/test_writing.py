@@ -101,6 +101,7 @@ def rows(plan: Plan, standing: str) -> list[Setting]:
 # -- the trade-offs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [turned, tiled])
 def test_one_setting_is_the_chosen_one(plan: Any) -> None:
     """Exactly one row is chosen, and it is the plan's own: levers, sizes, peak and times."""

@@ -187,6 +187,7 @@ def memory_of(batch: Any) -> list[np.ndarray[Any, Any]]:
     return [leaf.detach().numpy() if isinstance(leaf, Tensor) else leaf for _, leaf in leaves_of(batch) if is_array(leaf)]
 
 
+@pytest.mark.slow
 @given(divisions())
 @fewer
 def test_micro_batches_put_together_are_the_batch(division: tuple[Any, Layout, list[int]]) -> None:

@@ -11,7 +11,10 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes and files as Linux has them")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks at processes and files as Linux has them"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,8 @@ import pytest
 import autoaccum
 from autoaccum.errors import InvalidRequestError
 
+pytestmark = pytest.mark.slow
+
 PATH = Path(autoaccum.__file__).parents[1] / "benchmarks" / "fuzz.py"
 SPEC = importlib.util.spec_from_file_location("fuzz", PATH)
 assert SPEC is not None and SPEC.loader is not None

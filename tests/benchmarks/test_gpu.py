@@ -207,6 +207,7 @@ def test_predicted_peaks(device: VirtualDevice) -> None:
         assert row["measured_reserved_bytes"] is None
 
 
+@pytest.mark.slow
 def test_predicted_says_what_does_not_fit() -> None:
     """A size that the card does not hold is said to be one, and the others are measured."""
     models = {"gpt": lambda device: common.on_device(TINY, device)}
@@ -214,6 +215,7 @@ def test_predicted_says_what_does_not_fit() -> None:
     assert ["not_run" in row for row in rows] == [False, True]
 
 
+@pytest.mark.slow
 def test_cards(device: VirtualDevice) -> None:
     """On an emulated card the probe's limit is that of a plain loop; a card larger than this one is left out."""
     fits, too_large = cards.run(device, (2 * MIB, 2**40), {"gpt": TINY})

@@ -48,6 +48,7 @@ def test_short_micro_batch_counts_too_much_elsewhere(way: str) -> None:
     assert errors[0] < 1e-5 and errors[1] > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_every_way_tells_of_each_optimizer_step() -> None:
     """Every way calls its turn once before the first optimizer step and once after each, and ends when told."""

@@ -161,6 +161,7 @@ def test_batch_norm_with_one_row() -> None:
     assert verdict_of(caught.value) is Verdict.FLOOR
 
 
+@pytest.mark.slow
 def test_killed_loader_worker(run_child: object) -> None:
     """What a DataLoader really raises when the kernel kills its worker is the host's limit."""
     verdict = run_child(  # type: ignore[operator]

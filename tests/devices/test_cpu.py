@@ -233,6 +233,7 @@ def refused(run_child: RunChild) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.slow
 @on_linux
 def test_refused_allocation(refused: dict[str, Any]) -> None:
     """An allocation far above the budget really fails in torch, and is recognised."""
@@ -317,6 +318,7 @@ def settled(run_child: RunChild) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.slow
 @on_linux
 def test_steady_while_probing(settled: dict[str, Any]) -> None:
     """While a search runs, a megabyte gets a mapping of its own, which goes back to the system when it is freed."""
@@ -378,6 +380,7 @@ _MODELS = {
 }
 
 
+@pytest.mark.slow
 @on_linux
 @pytest.mark.parametrize("model", ["mlp", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_peaks_lie_on_a_line(run_child: RunChild, model: str) -> None:

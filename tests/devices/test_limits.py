@@ -128,6 +128,7 @@ def test_free_needs_a_limit(groups: Groups) -> None:
 # -- limits of the process
 
 
+@pytest.mark.slow
 @on_linux
 @pytest.mark.parametrize(("kind", "counter"), [("RLIMIT_DATA", "VmData"), ("RLIMIT_AS", "VmSize")])
 def test_limit_of_the_process_is_read(kind: str, counter: str, run_child: RunChild) -> None:

@@ -40,6 +40,7 @@ def plan_of(target: int, world_size: int, limit: int, *, equal: bool = True, **l
     return Plan(**{**values, "levers": Levers(**levers)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "world_size", "limit", "micro_batch", "steps"), [(256, 8, 5, 4, 8), (16, 2, 8, 8, 1), (64, 1, 4, 4, 16)]
 )
@@ -54,6 +55,7 @@ def test_triple_is_exact(target: int, world_size: int, limit: int, micro_batch: 
     assert target == micro_batch * steps * world_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("equal", [True, False])
 def test_target_that_does_not_divide_is_refused_with_near_ones(equal: bool) -> None:
     """256 over 7 ranks would be rounded: refused when tuning for equal micro-batches, or else when writing it down."""
@@ -69,6 +71,7 @@ def test_target_smaller_than_the_ranks_is_refused() -> None:
         plan_of(6, 8, 4)
 
 
+@pytest.mark.slow
 def test_uneven_plan_is_refused_with_its_own_division() -> None:
     """3 + 3 + 2 on each of two ranks: what equal micro-batches would be is said."""
     with pytest.raises(
@@ -110,6 +113,7 @@ def test_numbers_that_disagree_are_refused_naming_both() -> None:
     assert "world_size=8" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_search_before_the_ranks_knew_of_each_other_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of ranks was read as 1 too early; where ranks share a batch it may be 1 all the same."""
     monkeypatch.setenv("WORLD_SIZE", "8")
@@ -132,6 +136,7 @@ def test_precision_is_autocast(precision: str, dtype: str) -> None:
     assert precision not in config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block",
     [
@@ -153,12 +158,14 @@ def test_other_precision_is_refused_naming_both(block: dict[str, Any]) -> None:
         deepspeed_config(plan_of(64, 1, 4, precision="bf16"), block)
 
 
+@pytest.mark.slow
 def test_block_that_is_off_is_no_precision() -> None:
     """`"enabled": false` says nothing against the plan's."""
     config = deepspeed_config(plan_of(64, 1, 4, precision="bf16"), {"fp16": {"enabled": False}})
     assert config["torch_autocast"]["dtype"] == "bfloat16"
 
 
+@pytest.mark.slow
 def test_levers_without_a_word_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """Activation checkpointing and offloaded activations are not what DeepSpeed's blocks of like names do."""
     with caplog.at_level(logging.WARNING, "autoaccum"):
@@ -254,6 +261,7 @@ needs_deepspeed = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_deepspeed
 @pytest.mark.parametrize(
     ("world_size", "stage", "managed", "checkpointing"),

@@ -54,6 +54,7 @@ def whole_batches(model: nn.Module) -> Tensor:
     return flat(model)
 
 
+@pytest.mark.slow
 def test_objects_that_are_set_up_take_the_whole_batchs_steps() -> None:
     """Tuned before `setup`, trained after it, over a loader of Fabric's that yields whole batches."""
     model, expected = network(), whole_batches(network())

@@ -116,6 +116,7 @@ def largest_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
     return max(float((one - other).abs().max()) for one, other in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 0.3])
 def test_every_step_is_that_of_the_whole_batch(clip: float | None) -> None:
     """Windows of 10, 10 and 7 rows in micro-batches of 3 and 2, two epochs: parameters agree after each of the six steps."""
@@ -127,6 +128,7 @@ def test_every_step_is_that_of_the_whole_batch(clip: float | None) -> None:
     assert largest_difference(model.after_steps, expected) < EXACT
 
 
+@pytest.mark.slow
 def test_every_step_is_exact_for_a_loss_over_tokens() -> None:
     """Micro-batches with different numbers of labels count by their labels."""
     model, data = Rows(), texts()

@@ -343,6 +343,7 @@ def test_layers_of_transformers_in_a_model_of_ones_own() -> None:
     assert [name for name in found if name.startswith("language")] == numbered("language.model.layers.", 3)
 
 
+@pytest.mark.slow
 def test_transformers_is_not_imported() -> None:
     """Looking for blocks does not import transformers."""
     source = (

@@ -28,6 +28,8 @@ from autoaccum.workload import Workload
 
 from .models import full, selective
 
+pytestmark = pytest.mark.slow
+
 ALL = 99  # stands for as many blocks as there are
 
 

@@ -167,6 +167,7 @@ def test_gpus_that_choose_otherwise_are_told_apart(other: str) -> None:
     assert kernel_choices(seen, gpu_for(AMPERE)) != kernel_choices(seen, gpu_for(other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16, torch.float16])
 def test_same_choices_are_the_same_trace(dtype: torch.dtype) -> None:
     """GPUs said to choose the same for a workload have the same trace of it, but for their workspaces' size."""

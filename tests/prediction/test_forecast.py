@@ -28,6 +28,8 @@ from autoaccum.request import Request
 from autoaccum.tune import tune_workload
 from autoaccum.workload import Workload
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 Build = Callable[[], Workload]
 

@@ -105,6 +105,7 @@ def test_too_large_a_model_is_not_traced_on_real_tensors(monkeypatch: pytest.Mon
         predict(64, model=Reading())
 
 
+@pytest.mark.slow
 def test_loop_over_rows_is_refused() -> None:
     """A model whose allocations a few traces do not tell is refused, as an error of autoaccum's own."""
 

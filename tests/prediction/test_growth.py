@@ -22,6 +22,8 @@ from autoaccum.prediction.growth import Growth, NotAffineError, growth_of
 from autoaccum.prediction.trace import KINDS, Kind, Mark, Trace
 from autoaccum.workload import Workload
 
+pytestmark = pytest.mark.slow
+
 SIZES = (1, 4, 7, 16, 64)
 TraceAt = Callable[[int], Trace]
 

@@ -191,6 +191,7 @@ class Caching(nn.Module):
         return (self.linear(x) * _tables[0]).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not forecast.can_run_apart(), reason="only Linux copies processes")
 def test_cache_outside_of_the_model_holds_no_fake_tensor() -> None:
     """What a step keeps elsewhere is real after a search and a prediction, and the model runs."""

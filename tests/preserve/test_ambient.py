@@ -104,6 +104,7 @@ def precisions(run_child: RunChild) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.slow
 @needs_new_names
 def test_precision_that_the_block_set_by_its_new_name(precisions: dict[str, Any]) -> None:
     """After a block that used the new names all settings are as before, and the old names can be read again."""

@@ -81,6 +81,7 @@ def resident(run_child: RunChild) -> dict[str, int]:
     return answer
 
 
+@pytest.mark.slow
 def test_on_disk_takes_no_memory(resident: dict[str, int]) -> None:
     """Kept on disk, a model of 200 MiB raises the resident set by less than a tenth of itself, restoring included."""
     assert resident["on disk"] < 0.1 * resident["model"]

@@ -405,6 +405,7 @@ def test_no_hostile_text_runs_in_a_browser(hostile: PlanRecord, tmp_path: Path) 
     assert not set(page.tags) & {"script", "img"} and SHOWN in page.texts["li"]
 
 
+@pytest.mark.slow
 @needs_browser
 @pytest.mark.parametrize("width_px", [360, 1200])
 @pytest.mark.parametrize("name", ["plan", "large"])

@@ -17,6 +17,8 @@ import torch
 
 import autoaccum
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "ranks_script.py"
 Answers = list[dict[str, Any]]
 

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA limits allocations on Linux only")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA limits allocations on Linux only"),
+]
 
 CHILD = """
 import gc, logging, resource

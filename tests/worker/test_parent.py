@@ -18,6 +18,8 @@ from autoaccum.worker import parent
 from autoaccum.worker.messages import Failed, Job, Message
 from autoaccum.worker.parent import WorkerError, search_in_worker
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Popen[bytes]]
 
 TARGET = '''
