@@ -9,6 +9,12 @@ from autoaccum.units import Share, format_bytes, parse_size, shown
 from autoaccum.workload import Workload, num_bytes
 
 
+def counting_device(asked: object, device: AbstractDevice) -> AbstractDevice:
+    """The device as this budget counts it: where no bytes are named, a limit of this process's own is its total."""
+    names_bytes = asked is not None and not isinstance(parse_size(asked), Share)
+    return device if names_bytes else device.as_limited()
+
+
 def resolved_budget(asked: object, device: AbstractDevice, workload: Workload, warnings: list[str]) -> Budget:
     """The budget in bytes, checked against what the device has and what is held already."""
     total, free, held = device.total_bytes(), device.free_bytes(), device.held_bytes(workload.resident())

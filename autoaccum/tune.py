@@ -80,8 +80,8 @@ def autotune(
             steps; its step hooks are left out.
         weight: What the loss is a mean over: "samples", `tokens("labels")`, or `batch -> number`.
         budget: Bytes, or text such as "8GiB" or "80%" (of the device's total): all that this process may hold on the device.
-            On the CPU that is the resident set, interpreter included. None: what is free, less a reserve; on the CPU, where
-            a `ulimit -d` or `-v` of this process leaves less than that, the limit itself, and what it counts.
+            On the CPU that is the resident set, interpreter included. None: what is free, less a reserve. Where a `ulimit
+            -d` or `-v` of this process leaves less than the host, None and percentages are of that, and of what it counts.
         device: None: the model's. Text ("cpu", "cuda:1", "virtual:8GiB"), a `torch.device`, or a `VirtualDevice`.
         batch_dim: Which dimension holds the rows, where it cannot be seen: an int, or `{leaf name: int or None}`.
         split: `split(batch, sizes) -> list of micro-batches`, for batches that cannot be cut by rows.

@@ -80,7 +80,7 @@ def base_bytes(name: str) -> int:
 
 
 def tune(name: str, levers: str, cap_bytes: int) -> dict[str, Any]:
-    """The plan inside the cap, which is the budget where none is named, as JSON, and how long it took to find."""
+    """The plan inside the cap, of which the default budget leaves a tenth, as JSON, and how long it took to find."""
     capped(cap_bytes)
     case = CASES[name]
     model, sample = case.model(), torch.utils.data.default_collate(case.rows(8))

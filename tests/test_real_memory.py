@@ -114,7 +114,7 @@ def test_allocator_failure_under_the_callers_own_limit(run_child: Any) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (held + 200 * 2**20, resource.RLIM_INFINITY))
         step = lambda model, batch: model(batch).pow(2).mean()
         result = autoaccum.probe(
-            model, torch.randn(8, 64), training_step=step, optimizer=torch.optim.Adam, multiple_of=32
+            model, torch.randn(8, 64), training_step=step, optimizer=torch.optim.Adam, multiple_of=32, budget="100%"
         )
         optimizer = torch.optim.Adam(model.parameters())
         batch = torch.randn(result.max_micro_batch, 64)

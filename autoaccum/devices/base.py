@@ -119,7 +119,7 @@ class AbstractDevice(ABC):
         """A micro-batch on this device, as a training loop would put it there."""
 
     def as_limited(self) -> AbstractDevice:
-        """The device for a search without a budget: where this process has a limit of its own, counted as that counts."""
+        """The device of which all that this process may have is asked: where it has a limit of its own, as that counts."""
         return self
 
     def driver(self) -> str:

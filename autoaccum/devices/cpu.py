@@ -78,8 +78,6 @@ class CpuDevice(AbstractDevice):
         return min(free for free in known if free is not None)
 
     def reserve_bytes(self) -> int:
-        if self._limit is not None:
-            return 0  # nobody else takes of it, and beyond it an allocation is refused in words
         return self.free_bytes() // 10  # where the host's memory is gone the kernel ends processes, it does not raise
 
     def held_bytes(self, resident: Sequence[Tensor]) -> int:

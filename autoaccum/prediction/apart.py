@@ -6,12 +6,12 @@ there. Knows nothing of traces.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import multiprocessing
 import os
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -23,6 +23,7 @@ from autoaccum.errors import AutoaccumError
 
 T = TypeVar("T")
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PATIENCE_S = 180.0  # ten times what 7 billion parameters take; a copied process can wait for a lock that nobody will open
 
 
@@ -71,7 +72,7 @@ def apart(run: Callable[[], T]) -> T:
 def _work(run: Callable[[], object], sender: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process
     gc.freeze()  # what the parent made stays; looking through it takes as long as many a trace
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _end_with_parent()
     torch.set_num_threads(1)  # the pool of threads was not copied, and a parallel kernel would wait for it
     try:
         sender.send((run(),))
@@ -80,8 +81,12 @@ def _work(run: Callable[[], object], sender: Connection) -> None:
 
 
 def _end_with_parent() -> None:
-    """Nobody waits for this process when the one that started it was killed."""
+    """Nobody waits for this process when the one that started it was killed.
+
+    The kernel sees to it: a thread that waited would have a stack, for which there may be no memory.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+    if os.getppid() != parent.pid:  # it was killed before
+        os._exit(1)

@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn, final
 import msgspec
 
 from autoaccum.agreeing import call_of, refuse_differing
-from autoaccum.budget import resolved_budget
+from autoaccum.budget import counting_device, resolved_budget
 from autoaccum.choose import Schedule, remarks
 from autoaccum.company import Company
 from autoaccum.devices import device_for
@@ -109,9 +109,7 @@ class Search:
         """Everything that can be refused before anything runs."""
         self.workload.refuse_meta()
         self.request = checked(request, self.ranks.world_size)
-        self.device = device_for(device, self.workload.device)
-        if self.request.budget is None:
-            self.device = self.device.as_limited()
+        self.device = counting_device(self.request.budget, device_for(device, self.workload.device))
         self.together = Lockstep(self.workload.module, self.ranks.group, self._group, self.device.off_device)
         if self.request.shares == "proportional" and self.together.is_needed:
             raise InvalidRequestError(

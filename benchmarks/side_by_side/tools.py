@@ -91,7 +91,7 @@ def autoaccum_probe(setting: Setting) -> int | None:
         setting.model,
         setting.batch(2),
         optimizer=setting.optimizer,
-        budget=None if setting.device.type == "cpu" else setting.cap.limit_bytes(setting.case.room_bytes),
+        budget="100%" if setting.device.type == "cpu" else setting.cap.limit_bytes(setting.case.room_bytes),
         max_micro_batch=setting.case.target_batch,
     )
     return result.max_micro_batch

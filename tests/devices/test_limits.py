@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from autoaccum.devices.limits import cgroup_free_bytes, cgroup_limit_bytes, status_bytes
+from autoaccum.budget import counting_device
+from autoaccum.devices import CpuDevice, cpu
+from autoaccum.devices.limits import ProcessLimit, cgroup_free_bytes, cgroup_limit_bytes, status_bytes
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="data limits and /proc are Linux's")
 RunChild = Callable[..., Any]
@@ -132,8 +134,8 @@ def test_free_needs_a_limit(groups: Groups) -> None:
 @on_linux
 @pytest.mark.parametrize(("kind", "counter"), [("RLIMIT_DATA", "VmData"), ("RLIMIT_AS", "VmSize")])
 def test_limit_of_the_process_is_read(kind: str, counter: str, run_child: RunChild) -> None:
-    """A `ulimit` on data or on address space is found, with what it leaves; it is the total, without a reserve."""
-    limit, free, total, reserve, read = run_child(
+    """A `ulimit` on data or on address space is found, with what it leaves, and is the total."""
+    limit, free, total, read = run_child(
         f"""
         import resource
         from autoaccum.devices.cpu import CpuDevice
@@ -141,10 +143,10 @@ def test_limit_of_the_process_is_read(kind: str, counter: str, run_child: RunChi
         limit = status_bytes("{counter}") + 2**28
         resource.setrlimit(resource.{kind}, (limit, resource.RLIM_INFINITY))
         device = CpuDevice().as_limited()
-        answer([limit, device.free_bytes(), device.total_bytes(), device.reserve_bytes(), device._limit.counter])
+        answer([limit, device.free_bytes(), device.total_bytes(), device._limit.counter])
         """
     )
-    assert (total, reserve, read) == (limit, 0, counter)
+    assert (total, read) == (limit, counter)
     assert 2**27 < free <= 2**28
 
 
@@ -153,3 +155,12 @@ def test_unknown_counter() -> None:
     """A counter that the kernel does not have is an error, not a zero."""
     with pytest.raises(LookupError, match="VmNothing"):
         status_bytes("VmNothing")
+
+
+@on_linux
+@pytest.mark.parametrize(("asked", "is_limit"), [(None, True), ("100%", True), ("1GiB", False), (2**30, False)])
+def test_what_a_budget_is_a_part_of(asked: object, is_limit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default and percentages are of the process's own limit; bytes are of the resident set, as everywhere."""
+    monkeypatch.setattr(cpu, "process_limit", lambda: ProcessLimit(status_bytes("VmData") + 2**20, "VmData", "ulimit -d"))
+    device = CpuDevice()
+    assert (counting_device(asked, device) is not device) is is_limit
