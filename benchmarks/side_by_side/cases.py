@@ -55,6 +55,10 @@ class Case:
         """So many equal rows."""
         return {name: value.to(device).expand(rows, *value.shape).clone() for name, value in self.row().items()}
 
+    def mapped(self, rows: int, device: torch.device | str = "cpu") -> Batch:
+        """So many equal rows that take no memory, as rows of a memory-mapped file take none of the process's own."""
+        return {name: value.to(device).expand(rows, *value.shape) for name, value in self.row().items()}
+
     def data(self) -> Dataset[Batch]:
         """Rows one by one, for tools that take a data set."""
         return _Rows(self.row())

@@ -132,7 +132,8 @@ def _exactly(setting: Setting, rows: int) -> dict[str, Any]:
     accumulator = autoaccum.Accumulator(setting.model, setting.optimizer, micro_batch=rows)
     steps = [accumulator.step(setting.batch(2 * rows)) for _ in range(TRAINED_STEPS)]
     assert all(sum(step.micro_batch_sizes) == 2 * rows for step in steps)
-    steps.append(accumulator.step(setting.batch(setting.case.target_batch)))
+    whole = setting.case.mapped(setting.case.target_batch, setting.device)  # it may be larger than the room itself
+    steps.append(accumulator.step(whole))
     return {"effective_batch": sum(steps[-1].micro_batch_sizes), "replays": sum(step.replays for step in steps)}
 
 
