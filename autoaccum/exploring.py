@@ -28,6 +28,7 @@ from autoaccum.tradeoffs.sizes import sizes_of_interest
 
 _WORTH_FRAC = 0.01  # a setting that can be faster by no more than this is not run
 _RIVALS = 3  # settings that are measured again before one is chosen, at most
+_MEASURED_TIMES = 2
 _ENUMERATED = 64  # points; more are sampled by the study
 _SAMPLED = 40  # and no more of them than this are run
 _COMPARING_S = 90.0  # where the caller sets no time, no further setting is run after so long
@@ -277,11 +278,12 @@ class Exploration:
         self._search.confirm(point.levers, self.schedule(point.micro_batch, floor))
 
     def _measure_rivals(self) -> None:
-        """Once more in turn, so that what the machine did in between weighs less."""
+        """A second time, in turn, so that what the machine did in between weighs less; not again when a search goes on."""
         if self._search.request.objective == "memory":
             return
         for one in rivals(self.measured(), _RIVALS):
-            if not self._search.time_is_up:
+            times = sum(trial.purpose == "confirm" and point_of(trial) == one.point for trial in self._search.trials)
+            if times < _MEASURED_TIMES and not self._search.time_is_up:
                 self._measure(one.point)
 
 
