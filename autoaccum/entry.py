@@ -20,4 +20,6 @@ def main() -> None:
         print(WORDS[signal.SIGTERM], file=sys.stderr)
         sys.exit(128 + signal.SIGTERM)
     finally:
+        for number in (signal.SIGINT, signal.SIGTERM):  # all is done: while Python ends, a signal would take the exit code
+            signal.signal(number, signal.SIG_IGN)
         eval("None")  # after an interrupt inside of another `eval` Python would end itself by the signal, not by the code

@@ -87,8 +87,8 @@ def _signalled(folder: Path, arguments: Sequence[str], sent: _Signal, after_s: f
         arrived.append(process.poll() is None)
 
     ended = run(folder, arguments, strike)
-    if not arrived or (ended.code == 0 and sent.to != "worker" and ended.wall_s < after_s + 0.1):
-        return  # it was over before
+    if not arrived or (ended.code == 0 and sent.to != "worker" and ended.wall_s < after_s + 0.5):
+        return  # all was done before, and Python was about to end
     problems = misbehaved(ended, sent.codes, sent.word, kept=whole)
     yield Case(f"autoaccum {arguments[0]}", sent.kind, f"sent to the {sent.to}, after s", round(after_s, 2), tuple(problems))
 
