@@ -18,6 +18,11 @@ def counting_device(asked: object, device: AbstractDevice) -> AbstractDevice:
 def resolved_budget(asked: object, device: AbstractDevice, workload: Workload, warnings: list[str]) -> Budget:
     """The budget in bytes, checked against what the device has and what is held already."""
     total, free, held = device.total_bytes(), device.free_bytes(), device.held_bytes(workload.resident())
+    if asked is None and held > total:
+        raise InvalidRequestError(
+            f"{device.name} has {format_bytes(total)}, less than this process already holds there: {format_bytes(held)}. "
+            f"{weights_in_words(workload)} Use a larger device or a smaller model."
+        )
     if asked is None:
         return Budget(
             budget_bytes=max(held, min(total, held + free) - device.reserve_bytes()), held_bytes=held, total_bytes=total

@@ -246,8 +246,8 @@ def _opened(storage: Any, name: str, objective: str) -> optuna.Study:
             if is_last or not any(words in str(error) for words in _BEING_MADE):
                 raise InvalidRequestError(
                     f"storage={shown(storage, 300)} cannot be opened: {type(error).__name__}: {one_line(str(error), 400)}. "
-                    "Expected a URL such as "
-                    "'sqlite:///runs.db', a file name that ends in .log, or an Optuna storage."
+                    "Expected a URL such as 'sqlite:///runs.db', a file name that ends in .log, or an Optuna storage; a "
+                    "damaged file has to be removed."
                 ) from error
             time.sleep(_PAUSE_S)
     raise AssertionError("unreachable")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any, final
 
 import msgspec
@@ -89,15 +91,29 @@ class _Writer:
         return self._foresight.forecast_of(self._chosen.levers) is not None
 
     def _limit(self) -> tuple[int, LimitedBy, Evidence]:
-        """The largest size known to fit with these levers, what keeps it from being larger, and what that rests on."""
+        """The largest size known to fit with these levers, what keeps it from being larger, and what that rests on.
+
+        A setting is chosen because it is fast, or lean: larger sizes may not have run with it, but be predicted to fit.
+        """
         search, sizes = self._search, self._search.sizes()
         if self._chosen.levers == AS_IT_IS and self._now.best is not None:
             log, proved = search.log_of(AS_IT_IS), is_closed(search, AS_IT_IS, sizes)
             limited = limited_by(self._now, log, sizes[-1], search.bound, proved=proved)
             return self._now.best, limited, evidence(self._now, sizes)
         of_levers = standing(search.log_of(self._chosen.levers))
-        size = of_levers.best or self._chosen.micro_batch
-        return size, search.bound if size == sizes[-1] else "memory", evidence(of_levers, sizes)
+        size, rests_on = of_levers.best or self._chosen.micro_batch, evidence(of_levers, sizes)
+        larger = self._predicted_to_fit(sizes, size)
+        if larger is not None:
+            size, rests_on = larger, "predicted"
+        return size, search.bound if size == sizes[-1] else "memory", rests_on
+
+    def _predicted_to_fit(self, sizes: Sequence[int], above: int) -> int | None:
+        """The largest of the larger sizes that fits with the chosen levers by traces that were made already."""
+        foresight, levers = self._foresight, self._chosen.levers
+        for size in reversed(sizes[bisect_right(sizes, above) :]):
+            if foresight.known_peak(levers, size) is not None and foresight.fits(levers, size):
+                return size
+        return None
 
     def _measured_peak(self) -> int | None:
         """Of the plan's own steps, also where they were cut short; else of the probe of its size."""
@@ -151,12 +167,14 @@ class _Writer:
         return rows
 
     def _advice(self) -> tuple[str, ...]:
-        larger = [size for size in self._exploration.divisions if size > self._chosen.micro_batch]
+        largest = self._limit()[0]
+        larger = [size for size in self._exploration.divisions if size > largest]
         if self._search.request.objective == "memory" or not self._has_forecast():
             return ()
         return advice_for(
             self._chosen,
             budget_bytes=self._search.guide_bytes,
+            largest=largest,
             next_size=larger[0] if larger else None,
             peak=self._foresight.peak,
             not_allowed=[(row.levers, row.micro_batch) for row in self._not_allowed()],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,7 +49,10 @@ def following(progress: bool | None) -> Iterator[Follower]:
     if not (sys.stderr.isatty() if progress is None else progress):
         yield Nobody()
         return
+    drawn = random.getstate()
     from autoaccum.report.progress import ProgressBar
+
+    random.setstate(drawn)  # rich draws random numbers while it is imported
 
     with ProgressBar() as bar:
         yield bar

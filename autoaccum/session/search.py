@@ -436,7 +436,7 @@ class Search:
 
     def all_warnings(self) -> tuple[str, ...]:
         """Everything that is to be said, once."""
-        late = f"time_budget_s={self.request.time_budget_s} ended the search; a larger micro-batch may fit."
+        late = f"time_budget_s={self.request.time_budget_s} ended the search; what was not run may fit, or be better."
         latest = [text for text in self.latest.values() if text is not None]
         said = (
             *self.workload.warnings,

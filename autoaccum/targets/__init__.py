@@ -10,6 +10,7 @@ Nothing is ever downloaded.
 
 from __future__ import annotations
 
+import inspect
 import json
 from contextlib import nullcontext
 from typing import Any
@@ -68,6 +69,12 @@ def _built_in(text: str, scheme: str, rest: str) -> Workload:
 
 
 def _built(text: str, build: Any, options: dict[str, Any]) -> Workload:
+    known = list(inspect.signature(build).parameters)
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise InvalidRequestError(
+            f"target {shown(text, 200)} has no option {shown(unknown[0])}; expected of {', '.join(known)}."
+        )
     try:
         workload = build(**options)
     except BAD_OPTION_ERRORS as error:  # only this package has run, so whatever is said is about the options

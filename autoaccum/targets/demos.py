@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from autoaccum.batches.weights import tokens
 from autoaccum.errors import InvalidRequestError
+from autoaccum.schedule import whole_number
 from autoaccum.units import shown
 from autoaccum.workload import Workload
 
@@ -82,7 +83,7 @@ class ResidualBlock(nn.Module):
 
 def gpt(vocabulary: int = 16384, seq_len: int = 128, layers: int = 2, width: int = 256, heads: int = 4) -> Workload:
     """A small GPT; batches are {"input_ids", "labels"} of (B, T)."""
-    _refuse_endless("layers", layers)
+    _check_sizes(vocabulary=vocabulary, seq_len=seq_len, layers=layers, width=width, heads=heads)
     if width % heads:
         raise InvalidRequestError(f"width={width} cannot be divided over heads={heads}; expected a multiple of heads.")
     ids = torch.randint(vocabulary, (8, seq_len))
@@ -92,7 +93,7 @@ def gpt(vocabulary: int = 16384, seq_len: int = 128, layers: int = 2, width: int
 
 def resnet(image: int = 32, width: int = 32, blocks: int = 2, classes: int = 10) -> Workload:
     """A small ResNet with BatchNorm; batches are (images (B, 3, image, image), classes (B,))."""
-    _refuse_endless("blocks", blocks)
+    _check_sizes(image=image, width=width, blocks=blocks, classes=classes)
     stages: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
     channels = width
     for stage in range(3):
@@ -105,9 +106,10 @@ def resnet(image: int = 32, width: int = 32, blocks: int = 2, classes: int = 10)
     return Workload(model, sample, loss_fn=F.cross_entropy)
 
 
-def _refuse_endless(name: str, number: int) -> None:
-    if number > MOST_LAYERS:
-        raise InvalidRequestError(f"{name}={shown(number)} would take hours to build; expected at most {MOST_LAYERS}.")
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if whole_number(size, name, "a size of the model") > MOST_LAYERS and name in ("layers", "blocks"):
+            raise InvalidRequestError(f"{name}={shown(size)} would take hours to build; expected at most {MOST_LAYERS}.")
 
 
 DEMOS = {"gpt": gpt, "resnet": resnet}

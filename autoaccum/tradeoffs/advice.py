@@ -17,6 +17,7 @@ def advice_for(
     chosen: Point,
     *,
     budget_bytes: int,
+    largest: int,
     next_size: int | None,
     peak: Peak,
     not_allowed: Sequence[tuple[Levers, int]],
@@ -24,14 +25,15 @@ def advice_for(
     """What more memory or another lever would bring; all of it predicted.
 
     Args:
-        next_size: The next larger micro-batch that the target can be divided into, None where there is none.
+        largest: The largest micro-batch that fits with the chosen levers; a smaller one may be chosen for its speed.
+        next_size: The next larger one that the target can be divided into, None where there is none.
         peak: The expected peak of a setting, None where it is not known.
         not_allowed: Levers that change the numerics, with the largest micro-batch that each would make possible.
     """
     found = [
         _without_checkpointing(chosen, budget_bytes, peak),
         _one_size_up(chosen, budget_bytes, next_size, peak),
-        *(_with_other_numerics(chosen, levers, size) for levers, size in not_allowed),
+        *(_with_other_numerics(largest, levers, size) for levers, size in not_allowed),
     ]
     return tuple(sentence for sentence in found if sentence is not None)
 
@@ -55,12 +57,12 @@ def _one_size_up(chosen: Point, budget_bytes: int, next_size: int | None, peak: 
     return f"{format_bytes(needed - budget_bytes)} more would allow a micro-batch of {next_size} with the same levers."
 
 
-def _with_other_numerics(chosen: Point, levers: Levers, size: int) -> str | None:
-    if size <= chosen.micro_batch:
+def _with_other_numerics(largest: int, levers: Levers, size: int) -> str | None:
+    if size <= largest:
         return None
-    times = size / chosen.micro_batch
+    times = size / largest
     said = "double" if times == 2 else f"raise {times:.2g}-fold" if times > 2 else "raise"
     return (
-        f"{levers.precision} would {said} the micro-batch, from {chosen.micro_batch} to {size} (predicted); it changes the "
+        f"{levers.precision} would {said} the micro-batch, from {largest} to {size} (predicted); it changes the "
         'numerics, so it takes levers="all".'
     )

@@ -20,6 +20,7 @@ def peak(levers: Levers, size: int) -> int:
 
 def advice(chosen: Point, **changes: Any) -> tuple[str, ...]:
     arguments: dict[str, Any] = {"budget_bytes": 40 * MIB, "next_size": None, "peak": peak, "not_allowed": []}
+    arguments["largest"] = chosen.micro_batch
     return advice_for(chosen, **{**arguments, **changes})
 
 
@@ -76,3 +77,9 @@ def test_gain_of_other_numerics_is_worded_by_its_size() -> None:
 def test_other_numerics_that_bring_nothing_are_not_offered() -> None:
     """A lever under which no larger micro-batch fits is not mentioned."""
     assert advice(Point(PLAIN, 48), not_allowed=[(Levers(precision="bf16"), 48), (Levers(precision="fp16"), 24)]) == ()
+
+
+def test_other_numerics_are_measured_by_what_fits() -> None:
+    """A setting that was chosen below the largest size for its speed is not promised what fits already."""
+    assert advice(Point(PLAIN, 3), largest=8, not_allowed=[(Levers(precision="bf16"), 8)]) == ()
+    assert len(advice(Point(PLAIN, 3), largest=6, not_allowed=[(Levers(precision="bf16"), 8)])) == 1
