@@ -40,10 +40,13 @@ def resolved_budget(asked: object, device: AbstractDevice, workload: Workload, w
             f"{format_bytes(held)}. {weights_in_words(workload)}{_rest_in_words(workload, held, device)}"
         )
     if budget > held + free:
-        others = ", ".join(f"{h.name} (pid {h.pid}) {format_bytes(h.held_bytes)}" for h in device.holders()[:3])
+        reason = device.limit_in_words() and f"this process is {device.limit_in_words()}"
+        if not reason:
+            others = ", ".join(f"{h.name} (pid {h.pid}) {format_bytes(h.held_bytes)}" for h in device.holders()[:3])
+            reason = others and f"other processes hold memory: {others}"
         warnings.append(
             f"The budget is {format_bytes(budget)}, but only {format_bytes(held + free)} can be had on {device.name} now"
-            + (f"; other processes hold memory: {others}." if others else ".")
+            + (f"; {reason}." if reason else ".")
         )
     return Budget(budget_bytes=budget, held_bytes=held, total_bytes=total)
 

@@ -187,6 +187,13 @@ def test_levers_that_change_the_numerics_are_mentioned() -> None:
     assert {trial.candidate.levers.precision for trial in plan.trials} == {"fp32"}
 
 
+def test_a_lean_plan_is_limited_by_what_fits_with_its_levers() -> None:
+    """A small micro-batch that was chosen for its peak is not said to be all that fits, where the target itself does."""
+    plan = tune(Net(), 12, "virtual:100MiB", objective="memory")
+    assert plan.micro_batch < 12
+    assert (plan.max_micro_batch, plan.limited_by, plan.evidence) == (12, "target", "predicted")
+
+
 def test_plan_without_levers_has_one_setting() -> None:
     """With nothing to choose between there is the plan's own row, and nothing that was left out."""
     plan = tune(Net(), 12, "virtual:100KiB", levers="none")

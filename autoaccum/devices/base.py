@@ -122,6 +122,10 @@ class AbstractDevice(ABC):
         """The device of which all that this process may have is asked: where it has a limit of its own, as that counts."""
         return self
 
+    def limit_in_words(self) -> str:
+        """The limit of this process's own, empty where it has none."""
+        return ""
+
     def driver(self) -> str:
         """The version of the device's driver, empty where there is none."""
         return ""

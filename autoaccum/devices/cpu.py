@@ -58,24 +58,31 @@ class CpuDevice(AbstractDevice):
         self.name = "cpu"
         self.torch_device = torch.device("cpu")
         self._limit = limit
+        self._own_limit = limit or process_limit()  # as it is outside of `limited_to`
 
     def as_limited(self) -> CpuDevice:
-        limit = process_limit()
-        return self if limit is None or limit.free_bytes() > self.free_bytes() else CpuDevice(limit)
+        limit = self._own_limit
+        return self if limit is None or limit.free_bytes() > self._free_on_host_bytes() else CpuDevice(limit)
+
+    def limit_in_words(self) -> str:
+        limit = self._own_limit
+        return "" if limit is None else f"limited to {format_bytes(limit.limit_bytes)} by {limit.shell_command}"
 
     def description(self) -> str:
-        described = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-        if self._limit is None:
-            return described
-        return f"{described}, limited to {format_bytes(self._limit.limit_bytes)} by {self._limit.shell_command}"
+        parts = [platform.processor() or platform.machine(), f"{torch.get_num_threads()} threads", self.limit_in_words()]
+        return ", ".join(part for part in parts if part)
 
     def total_bytes(self) -> int:
         known = [int(psutil.virtual_memory().total), cgroup_limit_bytes(), self._limit and self._limit.limit_bytes]
         return min(limit for limit in known if limit is not None)
 
     def free_bytes(self) -> int:
-        known = [int(psutil.virtual_memory().available), cgroup_free_bytes(), self._limit and self._limit.free_bytes()]
-        return min(free for free in known if free is not None)
+        limit = self._own_limit
+        return self._free_on_host_bytes() if limit is None else min(self._free_on_host_bytes(), limit.free_bytes())
+
+    def _free_on_host_bytes(self) -> int:
+        available, in_group = int(psutil.virtual_memory().available), cgroup_free_bytes()
+        return available if in_group is None else min(available, in_group)
 
     def reserve_bytes(self) -> int:
         return self.free_bytes() // 10  # where the host's memory is gone the kernel ends processes, it does not raise

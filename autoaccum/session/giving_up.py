@@ -63,6 +63,8 @@ def nothing_runs(
     ran_out = f"memory ran out in the {phase} phase" if phase else "it failed"
     needed = f"it took {format_bytes(peak)}" if peak else ran_out
     remedy = "Raise the budget, or use a smaller model, sample or optimizer state."
+    if lowest.outcome.cause == "allocator" and device.limit_in_words():
+        remedy = f"This process is {device.limit_in_words()}: raise that, or use a smaller model, sample or optimizer state."
     if lowest.outcome.cause == "process":
         remedy = "A process that dies at the smallest size may have met a bug in the target rather than a lack of memory."
     return NothingFitsError(

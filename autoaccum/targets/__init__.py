@@ -73,7 +73,8 @@ def _built(text: str, build: Any, options: dict[str, Any]) -> Workload:
     unknown = [name for name in options if name not in known]
     if unknown:
         raise InvalidRequestError(
-            f"target {shown(text, 200)} has no option {shown(unknown[0])}; expected of {', '.join(known)}."
+            f"target {shown(text, 200)} cannot be built with these options: it has no {shown(unknown[0])}; "
+            f"expected of {', '.join(known)}."
         )
     try:
         workload = build(**options)

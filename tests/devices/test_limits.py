@@ -164,3 +164,18 @@ def test_what_a_budget_is_a_part_of(asked: object, is_limit: bool, monkeypatch: 
     monkeypatch.setattr(cpu, "process_limit", lambda: ProcessLimit(status_bytes("VmData") + 2**20, "VmData", "ulimit -d"))
     device = CpuDevice()
     assert (counting_device(asked, device) is not device) is is_limit
+
+
+@on_linux
+def test_a_budget_beyond_the_limit_is_said_to_be_so(run_child: RunChild) -> None:
+    """Where a `ulimit` leaves less than the budget, the plan says so and names it."""
+    said = run_child(
+        """
+        import resource, torch, autoaccum
+        from autoaccum.devices.limits import status_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + 2**28, resource.RLIM_INFINITY))
+        result = autoaccum.probe(torch.nn.Linear(4, 4), torch.ones(4, 4), budget="2GiB", max_micro_batch=4)
+        answer(list(result.warnings))
+        """
+    )
+    assert any("The budget is 2.00 GiB, but only" in text and "by ulimit -d" in text for text in said)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -33,3 +35,17 @@ def test_bar_ends_with_an_error() -> None:
     with pytest.raises(KeyError), following(True) as follower:
         raise KeyError
     assert isinstance(follower, ProgressBar) and not follower._progress.live.is_started
+
+
+def test_bar_draws_no_random_number(run_child: Callable[..., Any]) -> None:
+    """Importing what draws the bar leaves Python's generator as it was."""
+    assert run_child(
+        """
+        import random
+        from autoaccum.report.following import following
+        before = random.getstate()
+        with following(True):
+            pass
+        answer(random.getstate() == before)
+        """
+    )
