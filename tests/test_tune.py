@@ -927,5 +927,5 @@ def test_autotune_without_a_target_points_to_probe() -> None:
 
 def test_device_smaller_than_the_model_is_refused() -> None:
     """A virtual device that the weights alone do not fit on is refused before anything runs, with both numbers."""
-    with pytest.raises(autoaccum.InvalidRequestError, match="has 1.00 KiB, less than this process already holds"):
+    with pytest.raises(autoaccum.InvalidRequestError, match=r"has 1\.00 KiB, less than this process already holds"):
         autoaccum.probe(nn.Linear(64, 64), torch.randn(4, 64), device="virtual:1KiB")
