@@ -126,17 +126,26 @@ def test_limited_peak_is_what_the_limit_counts() -> None:
 
 @on_linux
 @pytest.mark.skipif(cpu._mkl_free_buffers() is None, reason="this torch has no MKL, or hides its functions")
-def test_buffers_of_matrix_products_are_released() -> None:
+def test_buffers_of_matrix_products_are_released(run_child: RunChild) -> None:
     """What MKL keeps after a product of matrices is given back, so that no size pays for those that were tried before."""
-    device = CpuDevice()
-    with device.steadied():
-        device.release()
-        before = status_bytes("VmData")
-        torch.ones(256, 64) @ torch.ones(64, 256)
-        held = status_bytes("VmData") - before
-        device.release()
-        assert held > 2 * MIB
-        assert status_bytes("VmData") - before < MIB
+    held, left = run_child(
+        """
+        import torch
+        from autoaccum.devices.cpu import CpuDevice
+        from autoaccum.devices.limits import status_bytes
+        device = CpuDevice()
+        with device.steadied():
+            one, other = torch.ones(256, 64), torch.ones(64, 256)
+            device.release()
+            before = status_bytes("VmData")
+            one @ other
+            held = status_bytes("VmData") - before
+            device.release()
+            answer([held, status_bytes("VmData") - before])
+        """
+    )
+    assert held > 2 * MIB
+    assert left < MIB
 
 
 @on_linux
