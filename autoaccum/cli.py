@@ -6,20 +6,18 @@ torch is not imported here.
 
 from __future__ import annotations
 
-import os
 import sys
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 import click
 
+from autoaccum.cli_reports import check_writable, saved_run, write_named, write_reports
 from autoaccum.comparing.compare import compare
 from autoaccum.comparing.markdown import comparison_markdown
-from autoaccum.comparing.reading import parse_max_regression, read_run
+from autoaccum.comparing.reading import parse_max_regression
 from autoaccum.errors import AutoaccumError, NothingFitsError
-from autoaccum.files import read_bounded, write_whole
-from autoaccum.records import PlanRecord, ProbeResult, to_json
+from autoaccum.records import to_json
 from autoaccum.report.following import following
 from autoaccum.signals import ending_at_once
 from autoaccum.worker.parent import WorkerError, search_in_worker
@@ -79,7 +77,7 @@ def probe_command(
     **numbers: Any,
 ) -> None:
     """Search with real training steps and print the trials and the plan."""
-    _check_writable(json_path, html_path, markdown_path)
+    check_writable(json_path, html_path, markdown_path)
     if numbers["levers"] is None:
         numbers["levers"] = "none" if numbers["target_batch"] is None else "exact"
     if numbers["time_budget_s"] is not None and not isfinite(numbers["time_budget_s"]):
@@ -87,7 +85,7 @@ def probe_command(
     request = {**{name: value for name, value in numbers.items() if name != "inexact"}, "exact": not numbers["inexact"]}
     with following(progress) as follower:
         found = search_in_worker(target, request, device, follower)
-    _report(found, json_path, html_path, markdown_path)
+    write_reports(found, json_path, html_path, markdown_path)
 
 
 @cli.command("predict", epilog=_TARGET_HELP)
@@ -122,7 +120,7 @@ def predict_command(
     **numbers: Any,
 ) -> None:
     """Say what would fit on a GPU that is not here. Nothing is run, and a built-in target takes no memory."""
-    _check_writable(json_path, html_path, markdown_path)
+    check_writable(json_path, html_path, markdown_path)
     numbers["levers"] = numbers["levers"] or "none"
     with ending_at_once():
         from autoaccum.worker.child import predicted_target
@@ -130,7 +128,7 @@ def predict_command(
     found = predicted_target(target, gpus, numbers, world_size, picture)
     if isinstance(found, str):
         raise WorkerError("user", found, ())
-    _report(found, json_path, html_path, markdown_path)
+    write_reports(found, json_path, html_path, markdown_path)
 
 
 @cli.command("check", epilog=_TARGET_HELP)
@@ -140,7 +138,7 @@ def predict_command(
 @click.option("--json", "json_path", metavar="FILE", help="Write a CheckResult; - for stdout.")
 def check_command(target: str, rows: int, device: str | None, json_path: str | None) -> None:
     """Say whether accumulation is exact for this model and loss, and if not, why. Exit code 1 if not."""
-    _check_writable(json_path)
+    check_writable(json_path)
     with ending_at_once():
         from autoaccum.worker.child import checked_target
 
@@ -154,7 +152,7 @@ def check_command(target: str, rows: int, device: str | None, json_path: str | N
 
         click.echo(check_text(found))
         if json_path is not None:
-            _write(json_path, to_json(found))
+            write_named(json_path, to_json(found))
     if not found.exact:
         raise click.exceptions.Exit(1)
 
@@ -182,10 +180,10 @@ def compare_command(
 
     BASE and NEW are files of `autoaccum probe --json`. The table is Markdown.
     """
-    _check_writable(json_path, markdown_path)
+    check_writable(json_path, markdown_path)
     found = compare(
-        _saved(base),
-        _saved(new),
+        saved_run(base),
+        saved_run(new),
         parse_max_regression(max_regression),
         base_name=base,
         new_name=new,
@@ -195,7 +193,7 @@ def compare_command(
         click.echo(comparison_markdown(found), nl=False)
     for path, text in ((json_path, to_json(found)), (markdown_path, comparison_markdown(found))):
         if path not in (None, "-"):
-            _write(str(path), text)
+            write_named(str(path), text)
     if json_path == "-":
         click.echo(to_json(found))
     if not found.passed:
@@ -208,8 +206,8 @@ def compare_command(
 @click.option("--markdown", "markdown_path", metavar="FILE", help="Write a report; - for stdout.")
 def report_command(run: str, html_path: str | None, markdown_path: str | None) -> None:
     """Render a saved run again. RUN is a file of `autoaccum probe --json`; nothing is run."""
-    _check_writable(html_path, markdown_path)
-    _report(_saved(run), None, html_path, markdown_path)
+    check_writable(html_path, markdown_path)
+    write_reports(saved_run(run), None, html_path, markdown_path)
 
 
 @cli.command()
@@ -254,57 +252,3 @@ def _report_failure(error: WorkerError) -> int:
         show_trials(error.trials, Console(stderr=True))
     click.echo(str(error) if error.kind == "user" else f"autoaccum: {error}", err=True)
     return 1 if error.kind == "nothing fits" else 2
-
-
-def _report(
-    found: PlanRecord | ProbeResult, json_path: str | None, html_path: str | None, markdown_path: str | None
-) -> None:
-    if "-" not in (json_path, html_path, markdown_path):
-        from autoaccum.report.terminal import show
-
-        show(found)
-    for path, render in ((json_path, to_json), (html_path, _html), (markdown_path, _markdown)):
-        if path == "-":
-            click.echo(render(found))
-        elif path is not None:
-            _write(path, render(found))
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        write_whole(Path(path), text)
-    except OSError as error:
-        raise click.ClickException(f"{path} could not be written: {error.strerror or error}") from None
-
-
-def _check_writable(*paths: str | None) -> None:
-    """Refuse a report that could not be written before the search, not after it."""
-    if paths.count("-") > 1:
-        raise click.UsageError("only one report can go to stdout (-); give the others file names.")
-    named = [Path(path).resolve() for path in paths if path not in (None, "-")]
-    if len(set(named)) < len(named):
-        raise click.UsageError("several reports would go to one file; give them names of their own.")
-    if "" in paths:
-        raise click.UsageError("a report's file name is empty.")
-    for path in paths:
-        if path not in (None, "-") and not os.access(Path(str(path)).absolute().parent, os.W_OK):
-            raise click.UsageError(f"the folder of {path!r} does not exist or cannot be written to.")
-        if path not in (None, "-") and Path(str(path)).is_dir():
-            raise click.UsageError(f"{path!r} is a folder; expected a file name.")
-
-
-def _markdown(found: PlanRecord | ProbeResult) -> str:
-    from autoaccum.report.text import plan_markdown, probe_markdown
-
-    return plan_markdown(found) if isinstance(found, PlanRecord) else probe_markdown(found)
-
-
-def _saved(path: str) -> PlanRecord | ProbeResult:
-    """The run that a file holds; a file that cannot be read is an OSError, which ends with 2."""
-    return read_run(read_bounded(Path(path)), path)
-
-
-def _html(found: PlanRecord | ProbeResult) -> str:
-    from autoaccum.report.pages import plan_html, probe_html
-
-    return plan_html(found) if isinstance(found, PlanRecord) else probe_html(found)

@@ -35,7 +35,7 @@ ROWS = (
     ("plan", "proportional"),
     ("tune", "accumulate"),
     ("targets", "integrations"),
-    ("worker",),
+    ("worker", "cli_reports"),
     ("cli",),
     ("entry",),
     ("__main__", "__init__"),
@@ -55,6 +55,7 @@ WITHOUT_TORCH = (
     "comparing",
     "tradeoffs",
     "cli",
+    "cli_reports",
     "entry",
 )
 
