@@ -47,6 +47,8 @@ class _Signal(NamedTuple):
     word: str = ""
 
 
+_ENDING_S = 2.0  # Python itself takes so long to end on a busy machine; a signal is then too late to stop anything
+
 _SIGNALS = (
     _Signal("Ctrl-C", signal.SIGINT, "group", (130,), "interrupted"),
     _Signal("SIGTERM", signal.SIGTERM, "command", (143,), "terminated"),
@@ -87,8 +89,8 @@ def _signalled(folder: Path, arguments: Sequence[str], sent: _Signal, after_s: f
         arrived.append(process.poll() is None)
 
     ended = run(folder, arguments, strike)
-    if not arrived or (ended.code == 0 and sent.to != "worker" and ended.wall_s < after_s + 0.5):
-        return  # all was done before, and Python was about to end
+    if not arrived or (ended.code == 0 and sent.to != "worker" and ended.wall_s < after_s + _ENDING_S):
+        return  # all was done before
     problems = misbehaved(ended, sent.codes, sent.word, kept=whole)
     yield Case(f"autoaccum {arguments[0]}", sent.kind, f"sent to the {sent.to}, after s", round(after_s, 2), tuple(problems))
 

@@ -142,21 +142,21 @@ def test_meta_model_is_refused_where_it_would_run() -> None:
 
 @pytest.mark.slow
 def test_seven_billion_parameters_fit_a_laptop(run_child: Any) -> None:
-    """A language model of seven billion parameters is predicted in under a minute and 2 GiB of resident memory."""
+    """A language model of seven billion parameters is predicted in a minute of the processor and 2 GiB of resident memory."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     seconds, resident, parameters, peak_bytes = run_child(
         """
-        import resource, time
+        import resource, os
         from autoaccum.prediction.gpu_names import gpu_for
         from autoaccum.predicting import predict_workload
         from autoaccum.request import Request
         from autoaccum.targets import load_target
-        begun = time.monotonic()
         options = "hidden_size=4096&num_hidden_layers=32&num_attention_heads=32&intermediate_size=11008&vocab_size=32000"
         workload = load_target(f"hf:llama?{options}&seq_len=512", without_values=True)
         plan = predict_workload(workload, Request(target_batch=8), [gpu_for("H200")])
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        answer([time.monotonic() - begun, peak, plan.memory.trainable_parameters, plan.predicted_peak_bytes])
+        used = sum(os.times()[:4])  # of this process and of those it has started; other work on the machine counts for nothing
+        answer([used, peak, plan.memory.trainable_parameters, plan.predicted_peak_bytes])
         """
     )
     assert parameters > 6.5e9 and seconds < 60 and resident < 2 * GIB
