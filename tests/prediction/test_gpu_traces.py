@@ -142,7 +142,7 @@ def test_meta_model_is_refused_where_it_would_run() -> None:
 
 @pytest.mark.slow
 def test_seven_billion_parameters_fit_a_laptop(run_child: Any) -> None:
-    """A language model of seven billion parameters is predicted in a minute of the processor and 2 GiB of resident memory."""
+    """A language model of seven billion parameters is predicted in a minute of the processor and 2 GiB of memory."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     seconds, resident, parameters, peak_bytes = run_child(
         """
@@ -155,7 +155,7 @@ def test_seven_billion_parameters_fit_a_laptop(run_child: Any) -> None:
         workload = load_target(f"hf:llama?{options}&seq_len=512", without_values=True)
         plan = predict_workload(workload, Request(target_batch=8), [gpu_for("H200")])
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        used = sum(os.times()[:4])  # of this process and of those it has started; other work on the machine counts for nothing
+        used = sum(os.times()[:4])  # of this process and those it has started; what else the machine does is no matter
         answer([used, peak, plan.memory.trainable_parameters, plan.predicted_peak_bytes])
         """
     )
