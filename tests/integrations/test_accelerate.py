@@ -558,6 +558,7 @@ if rank:
     os._exit(0)
 os.wait()
 answer(gathered)
+os._exit(0)  # a thread of gloo may still hold a tensor, which would abort Python's own end
 """
 
 

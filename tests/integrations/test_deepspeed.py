@@ -253,6 +253,7 @@ if rank:
 if world_size == 2:
     assert os.wait()[1] == 0
 answer([float((ours - theirs).norm() / theirs.norm()), numbers, engine.global_steps, refusal])
+os._exit(0)  # a thread of gloo may still hold a tensor, which would abort Python's own end
 """
 
 needs_deepspeed = pytest.mark.skipif(

@@ -576,6 +576,7 @@ def main(folder: Path) -> None:
             answers[name] = f"{type(error).__name__}: {error}"
         (folder / f"{RANK}.json").write_text(json.dumps(answers))
     dist.destroy_process_group()
+    os._exit(0)  # Python's own end may meet a thread of gloo that still holds a tensor, which aborts the process
 
 
 if __name__ == "__main__":
