@@ -37,7 +37,8 @@ def made():
 
 def run_alone(run_child: Callable[..., Any], source: str) -> Any:
     """The source on one rank."""
-    return run_child(HEAD + source + "\nimport os; os._exit(0)  # a thread of gloo may still hold a tensor, which would abort Python's own end\n")
+    # Not Python's own end: a thread of gloo may still hold a tensor, which would abort it.
+    return run_child(HEAD + source + "\nimport os; os._exit(0)\n")
 
 
 def test_other_models_are_not_sharded() -> None:
