@@ -60,7 +60,7 @@ class Cache:
             evidence="measured",
             budget_bytes=self._search.budget.budget_bytes,
             measured_peak_bytes=trial.outcome.peak_bytes,
-            trials=tuple(self._search.trials),
+            trials=tuple(self._search.log.trials),
             warnings=(*found.warnings, "A remembered plan, verified by one probe; what it is based on was run before."),
             environment=self._search.environment(),
         )

@@ -99,7 +99,7 @@ class Exploration:
 
     def _chosen(self, measured: Sequence[Measured], now: Standing) -> Point:
         if measured and (now.best is None or self._compares):
-            noise_bytes = int(self._search.noise_frac(AS_IT_IS) * self._search.guide_bytes)
+            noise_bytes = int(self._search.forecasts.noise_frac(AS_IT_IS) * self._search.guide_bytes)
             return best(measured, self._search.request.objective, noise_bytes).point
         assert now.best is not None
         return Point(AS_IT_IS, self.schedule(now.best, now.floor).micro_batch)
@@ -126,7 +126,7 @@ class Exploration:
                 if self.space.is_trivial:
                     raise
                 return Standing(floor=now.floor, num_probes=now.num_probes)  # levers may make room for one that divides
-            if not search.fits_at(AS_IT_IS, schedule.micro_batch):
+            if not search.log.fits_at(AS_IT_IS, schedule.micro_batch):
                 search.probe(AS_IT_IS, schedule.micro_batch)
             elif search.time_is_up or self._has_run(schedule) or search.confirm(AS_IT_IS, schedule, now) is not None:
                 return now
@@ -138,7 +138,7 @@ class Exploration:
         wanted = Point(AS_IT_IS, schedule.micro_batch)
         return any(
             trial.purpose == "confirm" and point_of(trial) == wanted and isinstance(trial.outcome, Fit)
-            for trial in self._search.trials
+            for trial in self._search.log.trials
         )
 
     def schedule(self, limit: int, floor: int = 0) -> Schedule:
@@ -160,7 +160,7 @@ class Exploration:
         """Every setting whose optimizer steps were timed."""
         search = self._search
         assert search.share is not None
-        return measured_points(search.trials, search.share)
+        return measured_points(search.log.trials, search.share)
 
     @cached_property
     def divisions(self) -> list[int]:
@@ -193,22 +193,22 @@ class Exploration:
 
     def _hear_of_others(self) -> set[Point]:
         """Take over what other machines that share the study have run; gives what they are running."""
-        search = self._search
-        if search.ranks.world_size > 1:  # the first one has told all after the latest trial
-            return set(search.busy)
-        if search.study is None:
+        log = self._search.log
+        if self._search.ranks.world_size > 1:  # the first one has told all after the latest trial
+            return set(log.busy)
+        if log.study is None:
             return set()
-        search.trials += search.study.news()
-        return search.study.busy()
+        log.trials += log.study.news()
+        return log.study.busy()
 
     def _sampled(self, worth: Sequence[Point]) -> Point | None:
         """What the study's sampler suggests, until enough have run; on several ranks that of the first one."""
         search = self._search
-        if sum(trial.candidate.levers != AS_IT_IS for trial in search.trials) >= _SAMPLED:
+        if sum(trial.candidate.levers != AS_IT_IS for trial in search.log.trials) >= _SAMPLED:
             return None
-        if not search.uses_study:
+        if not search.log.has_study:
             search.use_study(None)
-        return search.ranks.gather(None if search.study is None else search.study.sampled(worth))[0]
+        return search.ranks.gather(None if search.log.study is None else search.log.study.sampled(worth))[0]
 
     def _worth(self, open_points: Sequence[Point], measured: Sequence[Measured]) -> list[Point]:
         """Those that may be faster than everything that was measured, by more than is worth running them for."""
@@ -229,8 +229,8 @@ class Exploration:
 
     def _open_points(self, now: Standing) -> list[Point]:
         """Points that are predicted to fit, have not run, and are not beaten at their size by one with a lever less."""
-        tried = {point_of(trial) for trial in self._search.trials if _settles(trial)}
-        floor = standing(self._search.trials).floor
+        tried = {point_of(trial) for trial in self._search.log.trials if _settles(trial)}
+        floor = standing(self._search.log.trials).floor
         sizes = [size for size in self._interesting(now) if self._can_run(size, floor)]
         families = [family for family in self.space.families() if self.foresight.is_affordable(family)]
         points = [self._point(family, size) for family in families for size in sizes]
@@ -274,7 +274,7 @@ class Exploration:
     # -- running
 
     def _measure(self, point: Point) -> None:
-        floor = standing(self._search.trials).floor
+        floor = standing(self._search.log.trials).floor
         self._search.confirm(point.levers, self.schedule(point.micro_batch, floor))
 
     def _measure_rivals(self) -> None:
@@ -282,7 +282,7 @@ class Exploration:
         if self._search.request.objective == "memory":
             return
         for one in rivals(self.measured(), _RIVALS):
-            times = sum(trial.purpose == "confirm" and point_of(trial) == one.point for trial in self._search.trials)
+            times = sum(trial.purpose == "confirm" and point_of(trial) == one.point for trial in self._search.log.trials)
             if times < _MEASURED_TIMES and not self._search.time_is_up:
                 self._measure(one.point)
 

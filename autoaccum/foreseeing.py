@@ -28,9 +28,9 @@ class Foresight:
 
     def is_affordable(self, family: Levers) -> bool:
         """Whether there is a prediction of this family, or time left to make one."""
-        if _plain(family) in self._search.known_forecasts():
+        if _plain(family) in self._search.forecasts.known():
             return True
-        return self._search.tracing_s <= _TRACING_S and not self._search.is_late()
+        return self._search.forecasts.tracing_s <= _TRACING_S and not self._search.is_late()
 
     def blocks_for(self, family: Levers, size: int) -> int | None:
         """The smallest number of checkpointed blocks with which the size fits, None where it never does.
@@ -62,7 +62,7 @@ class Foresight:
 
     def fits(self, levers: Levers, size: int) -> bool:
         """By what ran, where something ran that tells; else by the prediction; without one, it may."""
-        for trial in self._search.trials:
+        for trial in self._search.log.trials:
             other, blocks = trial.candidate, trial.candidate.levers.checkpointed_blocks
             if not alike(other.levers, levers) or (isinstance(trial.outcome, Refused) and trial.outcome.bound == "floor"):
                 continue
@@ -81,7 +81,7 @@ class Foresight:
 
     def known_peak(self, levers: Levers, size: int) -> int | None:
         """The prediction, where the traces that it takes were made already."""
-        known, needed = self._search.known_forecasts(), {_plain(levers)}
+        known, needed = self._search.forecasts.known(), {_plain(levers)}
         if levers != _plain(levers):
             needed |= {AS_IT_IS, Levers(optimizer_impl=levers.optimizer_impl)}
         return self.raw_peak(levers, size) if needed <= set(known) else None
@@ -100,11 +100,11 @@ class Foresight:
         return forecast.peak_bytes(size) - max(rest, step) + max(rest, step + change)
 
     def _forecast(self, levers: Levers) -> Forecast | None:
-        return self._search.forecast(levers)
+        return self._search.forecasts.of(levers)
 
     def _offset(self, levers: Levers) -> int:
         """By how much measured peaks differ from their predictions: of these levers, else with none turned."""
-        for log in (self._search.log_of(levers), self._search.log_of(AS_IT_IS)):
+        for log in (self._search.log.of(levers), self._search.log.of(AS_IT_IS)):
             peaks = peaks_of(log)
             if peaks:
                 size = max(peaks)
@@ -114,7 +114,7 @@ class Foresight:
 
     def work(self, point: Point) -> float:
         """Operations per row, relative to those with no lever turned; 1 where they are not known."""
-        known = self._search.known_forecasts()
+        known = self._search.forecasts.known()
         here, base = known.get(_plain(point.levers)), known.get(AS_IT_IS)
         if here is None or base is None:
             return 1.0
@@ -123,7 +123,7 @@ class Foresight:
 
     def forecast_of(self, levers: Levers) -> Forecast | None:
         """The traced prediction closest to these levers, if there is one; its optimizer step may be another one's."""
-        return self._search.known_forecasts().get(_plain(levers))
+        return self._search.forecasts.known().get(_plain(levers))
 
 
 def _plain(levers: Levers) -> Levers:

@@ -58,10 +58,10 @@ def _own_limit(search: Search) -> Standing:
 def _own_step(search: Search, sizes: tuple[int, ...], now: Standing) -> _Step | None:
     """Run this rank's part of the optimizer step, at the same time as all others."""
     with search.alone():
-        if not search.fits_at(AS_IT_IS, max(sizes)):
+        if not search.log.fits_at(AS_IT_IS, max(sizes)):
             search.probe(AS_IT_IS, max(sizes))
         schedule = Schedule(sizes=(sizes,))
-        trial = search.confirm(AS_IT_IS, schedule, now) if search.fits_at(AS_IT_IS, max(sizes)) else None
+        trial = search.confirm(AS_IT_IS, schedule, now) if search.log.fits_at(AS_IT_IS, max(sizes)) else None
         if trial is None:
             search.refuse_growing_plans(AS_IT_IS, schedule)
             return None
@@ -88,9 +88,9 @@ def _written(
     timings = [timing_of(step.times_s) for step in steps]
     known = [timing for timing in timings if timing is not None]
     timing = max(known, key=lambda one: one.median_s) if len(known) == len(timings) else None  # all wait for the slowest
-    forecast = search.known_forecasts().get(AS_IT_IS)
+    forecast = search.forecasts.known().get(AS_IT_IS)
     with search.alone():
-        ladder, log = search.every_size(), search.log_of(AS_IT_IS)
+        ladder, log = search.every_size(), search.log.of(AS_IT_IS)
         limited, based_on = limited_by(now, log, ladder[-1], search.bound), evidence(now, ladder)
     return PlanRecord(
         target_batch=request.target_batch,
@@ -113,7 +113,7 @@ def _written(
         step_time_s=None if timing is None else timing.median_s,
         samples_per_s=None if timing is None else request.target_batch / timing.median_s,
         timing=timing,
-        trials=tuple(search.trials),
+        trials=tuple(search.log.trials),
         warnings=(*search.all_warnings(), *_remarks(search), *batch_norm_remarks(search, len(own))),
         memory=search.workload.account(search.state_bytes),
         environment=search.environment(),

@@ -40,15 +40,15 @@ def probed(search: Search) -> ProbeResult:
         search.raise_for_nothing()
     assert now.best is not None
     turned = _with_fewest_blocks(search, foresight, levers, now.best)
-    search.settle(turned, standing(search.log_of(turned)), now.best)
+    search.settle(turned, standing(search.log.of(turned)), now.best)
     return ProbeResult(
         max_micro_batch=now.best,
-        limited_by=limited_by(now, search.log_of(levers), sizes[-1], search.bound),
+        limited_by=limited_by(now, search.log.of(levers), sizes[-1], search.bound),
         evidence=evidence(now, sizes),
         measured_peak_bytes=_peak_bytes(search, turned, now),
         budget_bytes=search.budget.budget_bytes,
         levers=turned,
-        trials=tuple(search.trials),
+        trials=tuple(search.log.trials),
         warnings=search.all_warnings(),
         memory=search.workload.account(search.state_bytes),
         environment=search.environment(),
@@ -100,5 +100,5 @@ def _fewer(foresight: Foresight, levers: Levers, size: int) -> list[int]:
 
 
 def _peak_bytes(search: Search, levers: Levers, now: Standing) -> int | None:
-    fits = search.fits_at(levers, now.best or 0)
+    fits = search.log.fits_at(levers, now.best or 0)
     return max((fit.peak_bytes for fit in fits), default=now.best_peak_bytes)

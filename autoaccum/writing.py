@@ -35,7 +35,7 @@ class _Writer:
         self._search, self._exploration, self._explored = search, exploration, explored
         self._chosen, self._now = explored.chosen, explored.now
         self._foresight, self._space = exploration.foresight, exploration.space
-        self._floor = standing(search.trials).floor
+        self._floor = standing(search.log.trials).floor
         self._of_chosen = next((one for one in explored.measured if one.point == explored.chosen), None)
 
     def plan(self) -> PlanRecord:
@@ -69,7 +69,7 @@ class _Writer:
             timing=timing,
             settings=self._settings(),
             advice=self._advice(),
-            trials=tuple(search.trials),
+            trials=tuple(search.log.trials),
             skipped=(*self._space.skipped, *self._unpredicted()),
             warnings=(*self._search.all_warnings(), *self._remarks(len(own)), *schedule.warnings),
             memory=search.workload.account(search.state_bytes),
@@ -97,10 +97,10 @@ class _Writer:
         """
         search, sizes = self._search, self._search.sizes()
         if self._chosen.levers == AS_IT_IS and self._now.best is not None:
-            log, proved = search.log_of(AS_IT_IS), is_closed(search, AS_IT_IS, sizes)
+            log, proved = search.log.of(AS_IT_IS), is_closed(search, AS_IT_IS, sizes)
             limited = limited_by(self._now, log, sizes[-1], search.bound, proved=proved)
             return self._now.best, limited, evidence(self._now, sizes)
-        of_levers = standing(search.log_of(self._chosen.levers))
+        of_levers = standing(search.log.of(self._chosen.levers))
         size, rests_on = of_levers.best or self._chosen.micro_batch, evidence(of_levers, sizes)
         larger = self._predicted_to_fit(sizes, size)
         if larger is not None:
@@ -119,7 +119,7 @@ class _Writer:
         """Of the plan's own steps, also where they were cut short; else of the probe of its size."""
         if self._of_chosen is not None:
             return self._of_chosen.peak_bytes
-        trials = [t for t in self._search.trials if point_of(t) == self._chosen and isinstance(t.outcome, Fit)]
+        trials = [t for t in self._search.log.trials if point_of(t) == self._chosen and isinstance(t.outcome, Fit)]
         trials.sort(key=lambda trial: trial.purpose == "confirm")
         return trials[-1].outcome.peak_bytes if trials and isinstance(trials[-1].outcome, Fit) else self._now.best_peak_bytes
 
@@ -130,7 +130,7 @@ class _Writer:
         known = {one.point for one in measured}
         failed = {
             point_of(trial)
-            for trial in self._search.trials
+            for trial in self._search.log.trials
             if not isinstance(trial.outcome, Fit) and trial.candidate.levers != AS_IT_IS
         }
         late = self._search.time_is_up or self._explored.is_cut

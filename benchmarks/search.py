@@ -187,7 +187,7 @@ def search(model: str, device: str, call: str, budget_bytes: int, predict: bool)
             record = None
         forecast, held_bytes = one._forecast, one.budget.held_bytes
     predicted = (lambda rows: None) if forecast is None else forecast.peak_bytes
-    trials, answer = one.trials, 0 if record is None else record.max_micro_batch
+    trials, answer = one.log.trials, 0 if record is None else record.max_micro_batch
     probes = [trial for trial in trials if trial.purpose == "probe"]
     fitted = [t.outcome.peak_bytes for t in probes if t.candidate.micro_batch == answer and isinstance(t.outcome, Fit)]
     return {

@@ -87,7 +87,7 @@ def sweep(name: str) -> dict[str, Any]:
     """The chosen setting against the best of all that fit."""
     target, rows = SWEPT[name]
     with Search(load_target(target), Request(target_batch=rows, levers="exact"), "cpu", None, None, ()) as search:
-        search.forecast(Levers())  # what tuning loads lies under the budget
+        search.forecasts.of(Levers())  # what tuning loads lies under the budget
         budget = _budget_now(search, rows)
     return {"target": target} | sweep_on(lambda: load_target(target), rows, "cpu", budget, _budget_now)
 

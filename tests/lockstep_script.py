@@ -298,7 +298,7 @@ def statistics() -> list[Any]:
                 failed = trials.run()
                 model.blocks[block].fails_at = (-1, "")
                 found.append([outcome(failed), same(state_of(model), before), outcome(trials.run())])
-    return [*found, trials.search.latest.get("forecast")]
+    return [*found, trials.search.forecasts.note]
 
 
 def users_error() -> dict[str, Any]:

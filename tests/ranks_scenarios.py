@@ -255,7 +255,7 @@ def few_exchanges(rank: int) -> Any:
 
     def counting(search: Any, *error: Any) -> None:
         kept(search, *error)
-        found.append([search.ranks.num_exchanges, len(search.trials), len(search.known_forecasts())])
+        found.append([search.ranks.num_exchanges, len(search.log.trials), len(search.forecasts.known())])
 
     session.Search.__exit__ = counting  # type: ignore[method-assign]
     tune(Fuse(5), 64)

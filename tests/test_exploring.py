@@ -311,7 +311,7 @@ def test_chosen_setting_is_within_three_percent_of_the_best(overhead: int, block
     peaks = sorted({peak for _, peak in table.values()})
     with search_of(model, target) as search:
         for budget in (*peaks[::4], peaks[-1]):
-            search.trials, search.guide_bytes = [], budget  # predictions stay
+            search.log.trials, search.guide_bytes = [], budget  # predictions stay
             search.budget = msgspec.structs.replace(search.budget, budget_bytes=budget)
             explored = Exploration(search).run()
             (chosen,) = [one.timing.median_s for one in explored.measured if one.point == explored.chosen]
@@ -400,7 +400,7 @@ def test_model_that_cannot_be_predicted_does_not_run_out_of_memory_block_by_bloc
     with search_of(Net(blocks=12), 6, "virtual:20KiB", predict=False) as search:
         with pytest.raises(NothingFitsError):
             Exploration(search).run()
-        assert len(search.trials) <= 2 + len(Exploration(search).divisions)
+        assert len(search.log.trials) <= 2 + len(Exploration(search).divisions)
 
 
 def test_close_settings_are_measured_once_more() -> None:

@@ -121,7 +121,7 @@ def test_implementations_of_the_optimizer_are_traced_once() -> None:
     with search_of(model, "64MiB", optimizer=adamw) as search:
         foreseen = foresight_of(search)
         predicted = [foreseen.raw_peak(levers, 8) for levers in (AS_IT_IS, FOREACH, with_blocks(FULL, 2), both)]
-        assert both not in search.known_forecasts()
+        assert both not in search.forecasts.known()
         schedule = Exploration(search).schedule(8)
         found = [search.confirm(levers, schedule) for levers in (AS_IT_IS, FOREACH, with_blocks(FULL, 2), both)]
     peaks = [one.outcome.peak_bytes for one in found if one is not None and isinstance(one.outcome, Fit)]
@@ -133,11 +133,11 @@ def test_measured_peak_shifts_the_prediction() -> None:
     with search_of(Net(8, 8), "64MiB") as search:
         foreseen = foresight_of(search)
         raw = {size: foreseen.raw_peak(AS_IT_IS, size) or 0 for size in (8, 12)}
-        search.trials.append(trial(8, Fit(peak_bytes=raw[8] + 10_000)))
+        search.log.trials.append(trial(8, Fit(peak_bytes=raw[8] + 10_000)))
         assert foreseen.peak(AS_IT_IS, 12) == raw[12] + 10_000
         turned = with_blocks(FULL, 2)
         assert foreseen.peak(turned, 12) == (foreseen.raw_peak(turned, 12) or 0) + 10_000
-        search.trials.append(trial(8, Fit(peak_bytes=(foreseen.raw_peak(turned, 8) or 0) + 20_000), turned))
+        search.log.trials.append(trial(8, Fit(peak_bytes=(foreseen.raw_peak(turned, 8) or 0) + 20_000), turned))
         assert foreseen.peak(turned, 12) == (foreseen.raw_peak(turned, 12) or 0) + 20_000
 
 
@@ -145,7 +145,7 @@ def test_prediction_that_was_not_made_is_not_made_for_a_table() -> None:
     """What is only shown is taken from the traces that there are."""
     with search_of(Net(8, 8), "64MiB") as search:
         foreseen = foresight_of(search)
-        assert foreseen.known_peak(AS_IT_IS, 8) is None and search.known_forecasts() == {}
+        assert foreseen.known_peak(AS_IT_IS, 8) is None and search.forecasts.known() == {}
         foreseen.raw_peak(AS_IT_IS, 8)
         assert foreseen.known_peak(AS_IT_IS, 8) == foreseen.raw_peak(AS_IT_IS, 8)
 
@@ -214,7 +214,7 @@ def test_few_numbers_of_blocks_are_traced() -> None:
     with search_of(model, (most + least) // 2) as search:
         found = foresight_of(search).blocks_for(FULL, 4)
         assert found is not None and 2 <= found <= 8
-        assert len(search.known_forecasts()) <= 5
+        assert len(search.forecasts.known()) <= 5
 
 
 def test_family_that_never_fits_has_no_number() -> None:
@@ -233,7 +233,7 @@ def test_without_a_prediction_all_blocks_are_taken() -> None:
     """Where nothing can be foreseen the most is done at once, rather than running out of memory block by block."""
     with search_of(Net(*[8] * 8), "64MiB", predict=False) as search:
         assert foresight_of(search).blocks_for(FULL, TARGET) == 8
-        search.trials.append(trial(TARGET, OutOfMemory(cause="allocator"), with_blocks(FULL, 8)))
+        search.log.trials.append(trial(TARGET, OutOfMemory(cause="allocator"), with_blocks(FULL, 8)))
         assert foresight_of(search).blocks_for(FULL, TARGET) is None
 
 
@@ -273,7 +273,7 @@ def test_what_ran_fits_whatever_was_predicted() -> None:
     with search_of(Net(8, 8, 8, 8), "10KiB") as search:
         foreseen = foresight_of(search)
         assert not foreseen.fits(with_blocks(FULL, 2), 8)
-        search.trials.append(trial(8, Fit(peak_bytes=9000), with_blocks(FULL, 2), "confirm"))
+        search.log.trials.append(trial(8, Fit(peak_bytes=9000), with_blocks(FULL, 2), "confirm"))
         assert foreseen.fits(with_blocks(FULL, 2), 8) and foreseen.fits(with_blocks(FULL, 3), 6)
 
 
@@ -299,7 +299,7 @@ def test_known_family_is_affordable_when_time_is_up() -> None:
     with search_of(Net(8, 8), "64MiB") as search:
         foreseen = foresight_of(search)
         foreseen.raw_peak(AS_IT_IS, 8)
-        search._forecasts.tracing_s = 1e9
+        search.forecasts.tracing_s = 1e9
         assert foreseen.is_affordable(AS_IT_IS) and not foreseen.is_affordable(FULL)
 
 
@@ -308,5 +308,5 @@ def test_family_that_differs_in_the_optimizer_alone_is_known_with_it() -> None:
     with search_of(Net(8, 8), "64MiB") as search:
         foreseen = foresight_of(search)
         foreseen.raw_peak(FULL, 8)
-        search._forecasts.tracing_s = 1e9
+        search.forecasts.tracing_s = 1e9
         assert foreseen.is_affordable(Levers(checkpointing="full", optimizer_impl="foreach"))

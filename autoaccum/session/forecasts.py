@@ -11,8 +11,14 @@ from autoaccum.meeting import Meeting
 from autoaccum.prediction.forecast import Forecast, Traced, take_first_step, traced
 from autoaccum.preserve import Snapshot
 from autoaccum.records import AS_IT_IS, Levers
+from autoaccum.search import NOISE_FRAC
 from autoaccum.session.clock import Clock
 from autoaccum.workload import Workload
+
+_EXCHANGED = (
+    "No prediction: ranks exchange parameters or statistics inside this model's step, which cannot be traced; "
+    "sizes were searched by doubling and bisection."
+)
 
 
 @final
@@ -23,6 +29,12 @@ class Forecasts:
         snapshot: Restores the workload after real passes.
         budget_bytes: The limit under which real passes run.
         share: Rows of one optimizer step on a rank, where there is a target.
+        is_wanted: Whether the caller wants predictions.
+        is_possible: Whether a step can be traced by itself.
+
+    Attributes:
+        tracing_s: Spent so far, on all ranks the same.
+        note: What is to be said of the prediction with no lever turned, or of why there is none.
     """
 
     def __init__(
@@ -36,15 +48,23 @@ class Forecasts:
         multiple_of: int,
         budget_bytes: int,
         share: int | None,
+        is_wanted: bool,
+        is_possible: bool,
     ) -> None:
         self._workload, self._device, self._ranks, self._clock = workload, device, ranks, clock
         self._snapshot, self._multiple_of, self._budget_bytes, self._share = snapshot, multiple_of, budget_bytes, share
+        self._is_wanted, self._is_possible = is_wanted, is_possible
         self._made: dict[Levers, Forecast | None] = {}
-        self.tracing_s = 0.0  # spent so far, on all ranks the same
-        self.note: str | None = None  # what is to be said of the prediction with no lever turned
+        self.tracing_s = 0.0
+        self.note: str | None = None
 
     def of(self, levers: Levers) -> Forecast | None:
         """The predicted peak of every size under these levers, traced once; None where there is no prediction."""
+        if not self._is_wanted:
+            return None
+        if not self._is_possible:
+            self.note = _EXCHANGED
+            return None
         if levers not in self._made:
             self._made[levers] = self._traced(levers)
         return self._made[levers]
@@ -52,6 +72,11 @@ class Forecasts:
     def known(self) -> dict[Levers, Forecast]:
         """The predictions that were made."""
         return {levers: forecast for levers, forecast in self._made.items() if forecast is not None}
+
+    def noise_frac(self, levers: Levers) -> float:
+        """By how much peaks wander here, as a fraction of the budget."""
+        forecast = self._made.get(levers)
+        return NOISE_FRAC if forecast is None else forecast.noise_frac
 
     def _traced(self, levers: Levers) -> Forecast | None:
         begun = time.monotonic()

@@ -40,34 +40,34 @@ def find_limit(
         trust: See `propose`.
         needs_trace: A prediction is of use for more than this search.
     """
-    if search.listener is not None:
-        search.listener.bounded(sizes[-1])
+    if search.log.listener is not None:
+        search.log.listener.bounded(sizes[-1])
     forecast: Forecast | None = None
     if len(sizes) >= _WORTH_PREDICTING and search.request.predict:
         if needs_trace or not _is_quick(search, levers, sizes):
-            forecast = search.forecast(levers)
+            forecast = search.forecasts.of(levers)
         else:
-            forecast = line_through(search.log_of(levers), search.guide_bytes)
-    while not (search.time_is_up and standing(search.log_of(levers)).best is not None):
+            forecast = line_through(search.log.of(levers), search.guide_bytes)
+    while not (search.time_is_up and standing(search.log.of(levers)).best is not None):
         size = propose(
-            search.log_of(levers),
+            search.log.of(levers),
             sizes,
             budget_bytes=search.guide_bytes,
             cautious=search.device.cautious,
             tolerance_frac=tolerance_frac,
             forecast=forecast,
             trust=trust,
-            noise_frac=search.noise_frac(levers),
+            noise_frac=search.forecasts.noise_frac(levers),
         )
         if size is None or _is_hopeless(search, levers):
             break
         search.probe(levers, size)
-    return standing(search.log_of(levers))
+    return standing(search.log.of(levers))
 
 
 def is_closed(search: Search, levers: Levers, sizes: Sequence[int]) -> bool:
     """Whether the measured peaks alone show that the next size cannot fit."""
-    return is_closed_by_convexity(search.log_of(levers), sizes, search.guide_bytes, search.noise_frac(levers))
+    return is_closed_by_convexity(search.log.of(levers), sizes, search.guide_bytes, search.forecasts.noise_frac(levers))
 
 
 def _is_quick(search: Search, levers: Levers, sizes: Sequence[int]) -> bool:
@@ -77,11 +77,11 @@ def _is_quick(search: Search, levers: Levers, sizes: Sequence[int]) -> bool:
         return False
     held_bytes = search.guide_held_bytes
     while not search.time_is_up:
-        size = next_to_measure(search.log_of(levers), sizes, budget_bytes=budget_bytes, held_bytes=held_bytes)
+        size = next_to_measure(search.log.of(levers), sizes, budget_bytes=budget_bytes, held_bytes=held_bytes)
         if size is None:
             return True
         search.probe(levers, size)
-        log = search.log_of(levers)
+        log = search.log.of(levers)
         now, line = standing(log), line_through(log, budget_bytes)
         longest_s = max(trial.wall_s for trial in log[1:] or log)  # the first one loads what steps need
         if now.best is None:
@@ -95,6 +95,6 @@ def _is_quick(search: Search, levers: Levers, sizes: Sequence[int]) -> bool:
 
 def _is_hopeless(search: Search, levers: Levers) -> bool:
     """Two sizes failed with an error that may not mean memory, and none has run: then it is the user's error."""
-    log = search.log_of(levers)
+    log = search.log.of(levers)
     unclear = [t for t in log if isinstance(t.outcome, OutOfMemory) and t.outcome.cause == "unclear"]
     return len(unclear) >= 2 and standing(log).best is None

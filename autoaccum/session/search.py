@@ -1,20 +1,17 @@
-"""The log of one search, and what adds to it: trials, the limit of a micro-batch, whole optimizer steps.
+"""One search: what bounds it, what is predicted, and the two kinds of trials that it runs.
 
 What to run next is decided in `limit` and in the rows above; everything that runs the user's code is in `probing`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, NoReturn, final
-
-import msgspec
+from typing import Any, NoReturn, final
 
 from autoaccum.agreeing import call_of, refuse_differing
 from autoaccum.budget import counting_device, resolved_budget
 from autoaccum.choose import Schedule, remarks
-from autoaccum.company import Company
 from autoaccum.devices import device_for
 from autoaccum.devices.base import Steadiness
 from autoaccum.environment import environment_of
@@ -23,53 +20,33 @@ from autoaccum.fingerprint import fingerprint_of
 from autoaccum.levers import Space, common, space_for
 from autoaccum.lockstep import Lockstep
 from autoaccum.meeting import Meeting
-from autoaccum.prediction.forecast import Forecast
 from autoaccum.preserve import Snapshot, preserved
-from autoaccum.probing import (
-    MICRO_BATCHES_PER_WINDOW,
-    WINDOWS_PER_PROBE,
-    Attempt,
-    IsEnough,
-    older_objects_set_aside,
-    run_trial,
-    subject_on,
-)
-from autoaccum.records import (
-    AS_IT_IS,
-    Candidate,
-    Environment,
-    Fit,
-    Levers,
-    OutOfMemory,
-    Refused,
-    Trial,
-)
+from autoaccum.probing import MICRO_BATCHES_PER_WINDOW, WINDOWS_PER_PROBE, older_objects_set_aside, subject_on
+from autoaccum.records import AS_IT_IS, Candidate, Environment, Fit, Levers, OutOfMemory, Trial
 from autoaccum.report.following import Follower
 from autoaccum.request import Request, checked, sizes_of_use
 from autoaccum.schedule import shares, smallest
-from autoaccum.search import NOISE_FRAC, Standing
+from autoaccum.search import Standing
 from autoaccum.session.bounds import bounds_of
 from autoaccum.session.clock import Clock
 from autoaccum.session.forecasts import Forecasts
-from autoaccum.session.giving_up import is_of_memory, nothing_runs, refuse_growing_plans
+from autoaccum.session.giving_up import nothing_runs, refuse_growing_plans
+from autoaccum.session.log import Log
 from autoaccum.session.pace import Pace, pace_of
-from autoaccum.session.saying import Said, trial_of_all
+from autoaccum.session.running import Runner
 from autoaccum.study import Study
-from autoaccum.tradeoffs.points import Point
 from autoaccum.workload import Workload
-
-Purpose = Literal["probe", "confirm"]
 
 
 @final
 class Search:
-    """One call's log of trials and what is needed to add to it. A context: the state comes back on the way out.
+    """One call's log and what is needed to add to it. A context: the state comes back on the way out.
 
     Every rank has the same log, the same predictions and the same clock, so all come to the same decisions by themselves:
     ranks meet a few times at the start, once for each trial, once for each prediction, and once at the end.
 
     Args:
-        log: Trials that were run before.
+        trials: Those that were run before.
         call: What was called, for ranks that called something else.
     """
 
@@ -80,20 +57,15 @@ class Search:
         device: object,
         process_group: Any,
         listener: Follower | None,
-        log: Sequence[Trial],
+        trials: Sequence[Trial],
         call: str = "autotune",
     ) -> None:
         self._clock = Clock()
-        self.workload, self.listener = workload, listener
+        self.workload = workload
         self.ranks, self._group = Meeting(process_group), process_group
-        self.trials: list[Trial] = list(log)
+        self.log = Log(trials, listener)
         self.warnings: list[str] = []
         self.latest: dict[str, str | None] = {}  # what may be said again, when only the last word counts
-        self._errors: dict[Candidate, Exception] = {}
-        self._state_bytes: int | None = None
-        self.study: Study | None = None  # on the first rank alone
-        self.uses_study = False
-        self.busy: frozenset[Point] = frozenset()  # what other machines that share the study are running
         self.time_is_up = False
         self._clock.is_shared = self.ranks.world_size > 1
         self._stack = ExitStack()
@@ -149,7 +121,7 @@ class Search:
             stack.enter_context(older_objects_set_aside())
             stack.enter_context(self.together.connected())
             self._steadiness: Steadiness = stack.enter_context(self.device.steadied())
-            self._snapshot: Snapshot = stack.enter_context(
+            snapshot: Snapshot = stack.enter_context(
                 preserved(
                     self.workload.module,
                     self.workload.own_optimizer,
@@ -158,15 +130,27 @@ class Search:
                 )
             )
             self._stack = stack.pop_all()
-        self._forecasts = Forecasts(
+        self._runner = Runner(
             self.workload,
             self.device,
             self.ranks,
             self._clock,
-            snapshot=self._snapshot,
+            self.log,
+            together=self.together,
+            process_group=self._group,
+            snapshot=snapshot,
+        )
+        self.forecasts = Forecasts(
+            self.workload,
+            self.device,
+            self.ranks,
+            self._clock,
+            snapshot=snapshot,
             multiple_of=self.request.multiple_of,
             budget_bytes=self.budget.budget_bytes,
             share=self.share,
+            is_wanted=self.request.predict,
+            is_possible=not (self.together.is_sharded or self.together.is_needed),
         )
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -195,57 +179,16 @@ class Search:
 
         Only what the first rank was given counts; the others' may be None.
         """
-        self.uses_study = True
+        study: Study | None = None
         if self.ranks.rank == 0:
-            self.study = Study(
+            study = Study(
                 storage,
                 fingerprint_of(self.workload, self.device, self.request, self.ranks.world_size),
                 budget_bytes=self.guide_bytes,
                 objective=self.request.objective,
                 seed=self.request.seed,
             )
-        stored = self.ranks.gather([] if self.study is None else self.study.news())[0]
-        if not any(isinstance(trial.outcome, Fit) for trial in stored):  # what was uncertain then is to be seen again
-            stored = [trial for trial in stored if is_of_memory(trial)]
-        unknown = [trial for trial in self.trials if trial not in stored]
-        self.trials = stored + unknown
-        if self.study is not None:
-            for trial in unknown:
-                self.study.end(trial)
-
-    def log_of(self, levers: Levers) -> list[Trial]:
-        """The trials under one position of the levers."""
-        return [trial for trial in self.trials if trial.candidate.levers == levers]
-
-    # -- predictions
-
-    def forecast(self, levers: Levers) -> Forecast | None:
-        """The predicted peak of every size under these levers, traced once; None where there is no prediction."""
-        if not self.request.predict:
-            return None
-        if self.together.is_sharded or self.together.is_needed:
-            self.latest["forecast"] = (
-                "No prediction: ranks exchange parameters or statistics inside this model's step, which cannot be traced; "
-                "sizes were searched by doubling and bisection."
-            )
-            return None
-        found = self._forecasts.of(levers)
-        self.latest["forecast"] = self._forecasts.note
-        return found
-
-    def known_forecasts(self) -> dict[Levers, Forecast]:
-        """The predictions that were made."""
-        return self._forecasts.known()
-
-    @property
-    def tracing_s(self) -> float:
-        """Spent on predictions, on all ranks the same."""
-        return self._forecasts.tracing_s
-
-    def noise_frac(self, levers: Levers) -> float:
-        """By how much peaks wander here, as a fraction of the budget."""
-        forecast = self._forecasts.known().get(levers)
-        return NOISE_FRAC if forecast is None else forecast.noise_frac
+        self.log.keep_in(study, self.ranks.gather([] if study is None else study.news())[0])
 
     # -- running
 
@@ -254,9 +197,17 @@ class Search:
         windows = [[size] * MICRO_BATCHES_PER_WINDOW] * WINDOWS_PER_PROBE
         # The second step has gradients, optimizer state and the next micro-batch at once; one micro-batch makes the state.
         warm_up = None if self.together.is_needed else 1
-        return self._run(
-            Candidate(micro_batch=size, levers=levers), windows, self._probe_feed, "probe", warm_up=warm_up
-        ).trial
+        candidate = Candidate(micro_batch=size, levers=levers)
+        trial = self._runner.run(
+            candidate,
+            windows,
+            self._probe_feed,
+            "probe",
+            budget_bytes=self.budget.budget_bytes,
+            warm_up=warm_up,
+        )
+        self.time_is_up = self.is_late()
+        return trial
 
     def confirm(self, levers: Levers, schedule: Schedule, now: Standing | None = None) -> Trial | None:
         """Run the plan's own optimizer steps and time them; None when they do not fit after all, which lowers the ceiling.
@@ -279,85 +230,29 @@ class Search:
         candidate = Candidate(micro_batch=schedule.micro_batch, levers=levers)
         # Where a size is too small it is the smallest one of the plan: the largest was probed and runs.
         floor = Candidate(micro_batch=smallest(schedule.sizes), levers=levers)
-        feed = self.workload.source.micro_batches
-        trial = self._run(candidate, pace.windows, feed, "confirm", pace.is_enough, floor, num_micro_batches, warm_up).trial
+        trial = self._runner.run(
+            candidate,
+            pace.windows,
+            self.workload.source.micro_batches,
+            "confirm",
+            budget_bytes=self.budget.budget_bytes,
+            is_enough=pace.is_enough,
+            floor=floor,
+            num_micro_batches=num_micro_batches,
+            warm_up=warm_up,
+        )
+        self.time_is_up = self.is_late()
         return trial if isinstance(trial.outcome, Fit) else None
 
     def _pace(self, levers: Levers, sizes: Sequence[int]) -> Pace:
         return pace_of(
             sizes,
             rows=sum(sizes) if self.share is None or self.ranks.world_size == 1 else self.share,
-            logs=(self.log_of(levers), self.trials),
+            logs=(self.log.of(levers), self.log.trials),
             time_budget_s=self.request.time_budget_s,
             elapsed_s=self.elapsed_s(),
             is_in_lockstep=self.together.is_needed,
         )
-
-    def _run(
-        self,
-        candidate: Candidate,
-        windows: Sequence[Sequence[int]],
-        feed: Callable[[Sequence[int]], Sequence[Any]],
-        purpose: Purpose,
-        is_enough: IsEnough | None = None,
-        floor: Candidate | None = None,
-        num_micro_batches: int = MICRO_BATCHES_PER_WINDOW,
-        warm_up: int | None = None,
-    ) -> Attempt:
-        """Run one trial, agree on its outcome over the ranks, and add it to the log.
-
-        Args:
-            floor: What the trial is of when it was too small to run.
-            num_micro_batches: Of each window, the most of all ranks.
-            warm_up: Micro-batches of the first window, which is not timed; None: all of them.
-        """
-        if self.listener is not None:
-            self.listener.started(candidate, purpose)
-        if self.study is not None:
-            self.study.begin(candidate)
-        try:
-            attempt = run_trial(
-                self.workload,
-                self.device,
-                candidate,
-                budget_bytes=self.budget.budget_bytes,
-                snapshot=self._snapshot,
-                windows=windows,
-                feed=feed,
-                purpose=purpose,
-                is_enough=is_enough,
-                warm_up=warm_up,
-                company=Company(self.together, self._group, num_micro_batches=num_micro_batches),
-            )
-        except BaseException:
-            if self.study is not None:
-                self.study.abandon()
-            raise
-        trial = self._agreed(attempt)
-        if floor is not None and isinstance(trial.outcome, Refused) and trial.outcome.bound == "floor":
-            trial = msgspec.structs.replace(trial, candidate=floor)
-        if attempt.error is not None:
-            self._errors[candidate] = attempt.error
-        self.trials.append(trial)
-        if self.study is not None:
-            self.study.end(trial)
-        if self.listener is not None:
-            self.listener.finished(trial)
-        return attempt._replace(trial=trial)
-
-    def _agreed(self, attempt: Attempt) -> Trial:
-        """The trial as all ranks have it: the first one's, with the worst outcome."""
-        own = Said(attempt.trial, attempt.optimizer_state_bytes, self._clock.own_s(), attempt.called_off)
-        if self.study is not None and self.ranks.world_size > 1:
-            own = own._replace(news=tuple(self.study.news()), busy=frozenset(self.study.busy()))
-        said = self.ranks.gather(own)
-        self.trials += said[0].news
-        self.busy = said[0].busy
-        self._clock.agree([rank.elapsed_s for rank in said])
-        self.time_is_up = self.is_late()
-        held = [rank.state_bytes for rank in said if rank.state_bytes is not None]
-        self._state_bytes = max(held, default=self._state_bytes)
-        return trial_of_all(said)
 
     def _probe_feed(self, sizes: Sequence[int]) -> Sequence[Any]:
         """One micro-batch, used for the whole window.
@@ -374,19 +269,14 @@ class Search:
 
     def settle(self, levers: Levers, now: Standing, size: int) -> None:
         """Let the device choose the settings that training will run under, from what was measured at this size."""
-        at_ceiling = [t.outcome for t in self.log_of(levers) if t.candidate.micro_batch == now.ceiling]
+        at_ceiling = [t.outcome for t in self.log.of(levers) if t.candidate.micro_batch == now.ceiling]
         by_budget = all(isinstance(outcome, OutOfMemory) and outcome.cause == "budget" for outcome in at_ceiling)
         note = self._steadiness.settle(
-            peak_bytes=max(fit.peak_bytes for fit in self.fits_at(levers, size)),
+            peak_bytes=max(fit.peak_bytes for fit in self.log.fits_at(levers, size)),
             held_bytes=self.budget.held_bytes,
             budget_bytes=self.budget.budget_bytes if by_budget else None,
         )
         self.latest["allocator"] = note
-
-    def fits_at(self, levers: Levers, size: int) -> list[Fit]:
-        """What was measured of this size."""
-        log = self.log_of(levers)
-        return [t.outcome for t in log if t.candidate.micro_batch == size and isinstance(t.outcome, Fit)]
 
     def is_late(self) -> bool:
         """Whether the caller's time is up; on all ranks or on none."""
@@ -405,11 +295,11 @@ class Search:
         Raises:
             NothingFitsError: With what may be the reason.
         """
-        refuse_growing_plans(self.log_of(levers), schedule, self.trials)
+        refuse_growing_plans(self.log.of(levers), schedule, self.log.trials)
 
     def raise_for_nothing(self) -> NoReturn:
         """Nothing ran. The user's own error where memory is not certain, else what was missing."""
-        raise nothing_runs(self.trials, self._errors, self.device, self.budget, self.workload)
+        raise nothing_runs(self.log.trials, self.log.errors, self.device, self.budget, self.workload)
 
     # -- what is there
 
@@ -432,17 +322,17 @@ class Search:
     @property
     def state_bytes(self) -> int | None:
         """What the optimizer really held after its first step."""
-        return self._state_bytes
+        return self._runner.state_bytes
 
     def all_warnings(self) -> tuple[str, ...]:
         """Everything that is to be said, once."""
         late = f"time_budget_s={self.request.time_budget_s} ended the search; what was not run may fit, or be better."
-        latest = [text for text in self.latest.values() if text is not None]
+        latest = [text for text in (self.forecasts.note, *self.latest.values()) if text is not None]
         said = (
             *self.workload.warnings,
             *self.warnings,
             *latest,
-            *remarks(self.trials),
+            *remarks(self.log.trials),
             *((late,) if self.time_is_up else ()),
         )
         return tuple(dict.fromkeys(said))
