@@ -61,7 +61,12 @@ def cli() -> None:
 @click.option("--equal-micro-batches", is_flag=True, help="One size for all micro-batches (HF Trainer, DeepSpeed).")
 @click.option("--time-budget", "time_budget_s", type=float, metavar="SECONDS", help="Try no further size after this.")
 @click.option("--storage", metavar="URL|FILE", help="Keep the trials in an Optuna storage, and go on from those there.")
-@click.option("--cache", metavar="FOLDER", help="Remember the plan; the same call then costs one probe.")
+@click.option(
+    "--cache",
+    type=click.Path(file_okay=False),
+    metavar="FOLDER",
+    help="Remember the plan; the same call then costs one probe.",
+)
 @click.option("--inexact", is_flag=True, help="Without a target: stop when the limit is known to within 5 %.")
 @click.option("--json", "json_path", metavar="FILE", help="Write a Plan (without a target a ProbeResult); - for stdout.")
 @click.option("--html", "html_path", metavar="FILE", help="Write a page; - for stdout.")

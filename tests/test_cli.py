@@ -243,6 +243,7 @@ def test_the_side_that_waits_imports_no_torch() -> None:
         (["probe", "demo:gpt", "--markdown", "nowhere/plan.md"], "'nowhere/plan.md' does not exist"),
         (["probe", "demo:gpt", "--json", "."], "is a folder"),
         (["probe", "demo:gpt", "--json", "-", "--markdown", "-"], "only one report"),
+        (["probe", "demo:gpt", "--cache", __file__], "is a file"),
         (["check"], "TARGET"),
         (["check", "demo:gpt", "--rows", "1"], "--rows"),
         (["check", "demo:gpt", "--rows", "many"], "--rows"),

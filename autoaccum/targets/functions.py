@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,7 +33,23 @@ def workload_from_function(location: str, function: str) -> Workload:
             f"{one_line(location, 200)} has no function {shown(function)}; it has: {listed}. "
             "The function takes no arguments and returns an autoaccum.Workload or (model, sample)."
         )
-    return _as_workload(build(), one_line(f"{location}:{function}", 200))
+    name = one_line(f"{location}:{function}", 200)
+    _refuse_arguments(build, name)
+    return _as_workload(build(), name)
+
+
+def _refuse_arguments(build: Callable[..., Any], name: str) -> None:
+    try:
+        signature = inspect.signature(build)
+    except ValueError:  # written in C, some of which have none
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise InvalidRequestError(
+            f"{name} is called without arguments, and takes {one_line(str(signature), 200)} ({error}); give them defaults, "
+            "or name a function that calls it."
+        ) from None
 
 
 def _as_workload(built: Any, name: str) -> Workload:

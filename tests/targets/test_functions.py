@@ -153,6 +153,21 @@ def test_not_the_name_of_a_module(name: str) -> None:
         load_target(f"{name}:build")
 
 
+def test_function_that_needs_an_argument(folder: Path) -> None:
+    """A function that cannot be called without arguments is refused with what it takes; defaults and C functions will do."""
+    (folder / "target_k.py").write_text(
+        BUILD + "def sized(size, seed=0):\n    return build()\ndef free(size=1):\n    return build()\n"
+    )
+    with pytest.raises(
+        InvalidRequestError, match=r"target_k.py:sized .* takes \(size, seed=0\) .*'size'.*give them defaults"
+    ):
+        load_target("target_k.py:sized")
+    assert load_target("target_k.py:free").num_trainable == 8
+    (folder / "target_l.py").write_text("build = dict\n")
+    with pytest.raises(InvalidRequestError, match="returned a dict"):
+        load_target("target_l.py:build")
+
+
 @pytest.mark.parametrize(
     ("returned", "kind"),
     [
@@ -188,7 +203,7 @@ def test_a_pair_that_is_no_model_and_sample(folder: Path) -> None:
         ("raise OSError('no data')\n", OSError),
         ("import no_such_library\n", ModuleNotFoundError),
         ("def build():\n    raise KeyError('x')\n", KeyError),
-        ("def build(size):\n    pass\n", TypeError),
+        ("def build():\n    len(1)\n", TypeError),
     ],
 )
 def test_the_users_error_comes_out_unchanged(folder: Path, source: str, error: type[Exception]) -> None:
