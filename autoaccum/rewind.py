@@ -12,7 +12,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from autoaccum.preserve import keep_random_states, without_repeats
+from autoaccum.preserve import generators_in, keep_generator, keep_random_states, without_repeats
 
 _SMALL_BYTES = 64 * 1024  # BatchNorm's statistics; masks and tables of positions are larger and never change
 
@@ -44,13 +44,14 @@ class Rewinder:
     """Marks the start of a window and goes back to it.
 
     Args:
-        module: Its buffers are kept.
+        module: Its buffers are kept, and the generators that it holds.
         device: Whose generator is kept besides the CPU's.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._device = device
         self._registries = [part._buffers for part in module.modules()]
+        self._generators = generators_in(map(vars, module.modules()))
         self._random: list[Callable[[], None]] = []
         self._buffers: list[_Kept] = []
         self._moving: set[tuple[int, str]] = set()  # large buffers that are known to change
@@ -58,7 +59,7 @@ class Rewinder:
 
     def mark(self) -> None:
         """This is where `rewind` goes back to."""
-        self._random = keep_random_states(self._device)
+        self._random = keep_random_states(self._device) + [keep_generator(one) for one in self._generators]
         with torch.no_grad():
             self._buffers = [
                 self._kept(registry, name, buffer) for registry in self._registries for name, buffer in registry.items()

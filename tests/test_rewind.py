@@ -74,6 +74,16 @@ def test_generators_go_back(draw: Callable[[], float]) -> None:
     assert [draw(), draw()] == before
 
 
+def test_generator_of_the_modules_own_goes_back() -> None:
+    """So does one that the module holds, as noise of its own has."""
+    module = nn.Linear(1, 1)
+    module.noise = torch.Generator().manual_seed(3)
+    rewinder = marked(module)
+    before = torch.rand(2, generator=module.noise)
+    rewinder.rewind()
+    assert torch.equal(torch.rand(2, generator=module.noise), before)
+
+
 def test_each_mark_is_a_new_start() -> None:
     """Going back leads to the last mark, not to the first."""
     rewinder = marked(nn.Linear(1, 1))

@@ -929,3 +929,38 @@ def test_device_smaller_than_the_model_is_refused() -> None:
     """A virtual device that the weights alone do not fit on is refused before anything runs, with both numbers."""
     with pytest.raises(autoaccum.InvalidRequestError, match=r"has 1\.00 KiB, less than this process already holds"):
         autoaccum.probe(nn.Linear(64, 64), torch.randn(4, 64), device="virtual:1KiB")
+
+
+class ActNorm(nn.Module):
+    """Sets its scale by the first batch that it sees, and notes that it has."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.is_initialized = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_initialized:
+            with torch.no_grad():
+                self.scale.copy_(1 / (x.std(0, correction=0) + 0.1))
+            self.is_initialized = True
+        return x * self.scale
+
+
+def test_weights_set_by_the_first_batch_are_set_by_the_users() -> None:
+    """A model that initialises itself at its first call does so in training, as without the search before it."""
+    model = nn.Sequential(ActNorm(4), nn.Linear(4, 3))
+    found = tune(model, 12)
+    assert not model[0].is_initialized and torch.equal(model[0].scale, torch.ones(4))
+    model(rows()[0])
+    assert found.effective_batch == 12 and not torch.equal(model[0].scale, torch.ones(4))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda m: torch.jit.trace(m, rows()[0])], ids=["script", "trace"])
+def test_torchscript_model(compiled: Callable[[nn.Module], nn.Module]) -> None:
+    """A model of TorchScript's is tuned as any other, without a prediction, and its weights are as before."""
+    model = compiled(nn.Linear(4, 3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert tune(model, 12).effective_batch == 12
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

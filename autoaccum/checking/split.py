@@ -59,7 +59,7 @@ def check_split(
             examined = _examined(subject, rows, snapshot)
             if isinstance(examined, CheckResult):
                 found, fitted = examined, rows
-                snapshot.restore()  # the diagnosis has taken things out of the model
+                snapshot.restore(whole=True)  # the diagnosis has taken things out of the model
             elif rows <= 2:
                 raise examined.error
             else:
@@ -112,7 +112,7 @@ def _examined(subject: Subject, rows: int, snapshot: Snapshot) -> CheckResult | 
         if isinstance(outcome, Failure):
             gc.collect()
             subject.device.release()
-            snapshot.restore()
+            snapshot.restore(whole=True)
         return outcome
 
     try:
@@ -121,7 +121,7 @@ def _examined(subject: Subject, rows: int, snapshot: Snapshot) -> CheckResult | 
         raise
     except Exception as error:  # noqa: BLE001 - whatever a model says of float64, it may run as it is; else its own error follows
         refusal = f"{type(error).__name__}: {error}".split("\n")[0][:200]
-    snapshot.restore()
+    snapshot.restore(whole=True)
     outcome = run(None)
     if isinstance(outcome, Failure):
         return outcome

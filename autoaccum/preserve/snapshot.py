@@ -6,7 +6,7 @@ for a device, and in an unnamed temporary file where host memory itself is what 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from autoaccum.preserve.ambient import keep_random_states, keep_settings
-from autoaccum.preserve.modules import keep_module, plain_attributes
-from autoaccum.preserve.optimizers import keep_optimizer
+from autoaccum.preserve.attributes import generators_in, keep_generator
+from autoaccum.preserve.modules import keep_module, keep_own_state, plain_attributes
+from autoaccum.preserve.optimizers import keep_optimizer, optimizers_in, own_attributes
 from autoaccum.preserve.restoring import run_all, uninterrupted
 from autoaccum.preserve.tensors import keep_tensor
 from autoaccum.preserve.vault import Vault
@@ -30,8 +31,10 @@ def preserved(
     """Give a snapshot that can be restored at any time, and restore it on the way out, whatever happened.
 
     Kept: parameters, buffers, gradients, `requires_grad`, train/eval flags, hooks, tensors that modules hold as plain
-    attributes or in lists and dicts there, optimizer state and parameter groups, the generators of python, numpy, torch and
-    the device, grad mode, autocast, default dtype and the flags of `torch.backends`.
+    attributes or in lists and dicts there, optimizer state and parameter groups (of optimizers inside an optimizer too), the
+    generators of python, numpy, torch, the device and those that modules hold, grad mode, autocast, default dtype and the
+    flags of `torch.backends`. Counters, flags and texts that modules hold are put back on the way out alone: what counts the
+    calls of a search goes on counting from one trial to the next.
 
     Args:
         model: Its tensors are restored in place, so views and tied weights stay what they are.
@@ -44,12 +47,12 @@ def preserved(
         yield snapshot
     except BaseException as error:
         try:
-            snapshot.restore()
+            snapshot.restore(whole=True)
         except RuntimeError as failure:  # a lost device context: the user's error matters more than this one
             error.add_note(f"autoaccum could not put the model back: {failure}")
         raise
     else:
-        snapshot.restore()
+        snapshot.restore(whole=True)
     finally:
         snapshot.close()
 
@@ -60,19 +63,24 @@ class Snapshot:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, *, device: torch.device, on_disk: bool) -> None:
         self._vault = Vault(on_disk)
+        optimizers = optimizers_in(optimizer)
         self._restores = [keep_module(module) for module in model.modules()]
-        if optimizer is not None:
-            self._restores.append(keep_optimizer(optimizer))
+        self._restores += [keep_optimizer(one) for one in optimizers]
+        self._own_state = [keep_own_state(module) for module in model.modules()]
         try:
-            self._tensors = [keep_tensor(tensor, self._vault) for tensor in _tensors_of(model, optimizer)]
+            self._tensors = [keep_tensor(tensor, self._vault) for tensor in _tensors_of(model, optimizers)]
             self._vault.flush()
         except BaseException:
             self._vault.close()  # there may be no room for all of it
             raise
         self._ambient = [*keep_random_states(device), *keep_settings(device.type)]
+        self._ambient += [keep_generator(one) for one in generators_in(map(vars, model.modules()))]
 
-    def restore(self) -> None:
+    def restore(self, *, whole: bool = False) -> None:
         """Put everything back; Ctrl-C waits until that is done.
+
+        Args:
+            whole: Counters, flags and texts that modules hold as well.
 
         Raises:
             RuntimeError: The first error of a part that could not be put back, after all other parts were.
@@ -80,7 +88,7 @@ class Snapshot:
         failures: list[RuntimeError] = []
         with uninterrupted():
             with torch.no_grad():
-                run_all((*self._restores, *self._tensors), failures)
+                run_all((*self._restores, *(self._own_state if whole else ()), *self._tensors), failures)
             run_all(self._ambient, failures)  # grad mode is one of them, and leaving `no_grad` sets it as well
         if failures:
             raise failures[0]
@@ -90,14 +98,15 @@ class Snapshot:
         self._vault.close()
 
 
-def _tensors_of(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
+def _tensors_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
     """The tensors whose values are kept, each once."""
     found: list[Any] = []
     for module in model.modules():
         found += [*module._parameters.values(), *module._buffers.values()]
         found += [leaf for leaf in tree_leaves(plain_attributes(module)) if isinstance(leaf, Tensor) and leaf.is_leaf]
-    if optimizer is not None:
+    for optimizer in optimizers:
         found += tree_leaves([list(optimizer.state.values()), optimizer.param_groups])
+        found += [leaf for leaf in tree_leaves(own_attributes(optimizer)) if isinstance(leaf, Tensor) and leaf.is_leaf]
     held = {id(tensor): tensor for tensor in found if isinstance(tensor, Tensor)}
     gradients = [tensor.grad for tensor in held.values() if tensor.is_leaf and tensor.grad is not None]
     return list((held | {id(gradient): gradient for gradient in gradients}).values())

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -107,15 +110,67 @@ def test_list_that_a_step_fills() -> None:
     assert gone() is None
 
 
-def test_plain_numbers_are_the_users() -> None:
-    """Attributes without tensors are left alone: what the user counts or notes there is the user's."""
+def test_counters_and_flags_are_as_before() -> None:
+    """What a step counts or notes in attributes is as it was: a flag "initialised" goes with the weights that it is of."""
     layer = nn.Linear(2, 2)
-    layer.calls, layer.sizes = 0, [1]
+    layer.calls, layer.initialized, layer.mode, layer.last = 3, False, "warm", None
     with preserved(layer, device=CPU):
+        layer.calls, layer.initialized, layer.mode, layer.last = 5, True, "cold", 0.5
+        layer.seen = 7
+    assert (layer.calls, layer.initialized, layer.mode, layer.last) == (3, False, "warm", None)
+    assert not hasattr(layer, "seen")
+
+
+def test_counters_go_on_between_trials() -> None:
+    """They are put back on the way out alone, not by the restoring in between."""
+    layer = nn.Linear(2, 2)
+    layer.calls = 0
+    with preserved(layer, device=CPU) as snapshot:
         layer.calls = 2
+        snapshot.restore()
+        assert layer.calls == 2
+    assert layer.calls == 0
+
+
+def test_logs_are_the_users() -> None:
+    """A list of numbers, such as the sizes that were seen, and an object of the user's own keep what was put into them."""
+    layer = nn.Linear(2, 2)
+    layer.sizes, layer.config = [1], SimpleNamespace(rate=1)
+    with preserved(layer, device=CPU):
         layer.sizes.append(8)
-    assert layer.calls == 2
-    assert layer.sizes == [1, 8]
+        layer.config.rate = 2
+    assert (layer.sizes, layer.config.rate) == ([1, 8], 2)
+
+
+def test_torchs_wrapper_keeps_its_own_marks() -> None:
+    """What DataParallel and its like note of themselves is theirs; the model inside is as it was."""
+    inner = nn.Linear(2, 2)
+    inner.calls = 0
+    wrapped = nn.DataParallel(inner)
+    with preserved(wrapped, device=CPU):
+        inner.calls, wrapped.dim = 2, 1
+    assert (inner.calls, wrapped.dim) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("generator", "draw"),
+    [
+        (torch.Generator().manual_seed(1), lambda generator: float(torch.rand(1, generator=generator))),
+        (np.random.default_rng(1), lambda generator: generator.random()),
+        (np.random.RandomState(1), lambda generator: generator.rand()),
+        (random.Random(1), lambda generator: generator.random()),
+    ],
+    ids=["torch", "numpy", "numpy's old", "python"],
+)
+def test_generator_of_the_modules_own(generator: Any, draw: Callable[[Any], float]) -> None:
+    """A generator that a module holds draws the same after every restoring, and afterwards, what it would have drawn."""
+    layer = nn.Linear(2, 2)
+    layer.generators = {"noise": [generator]}
+    with preserved(layer, device=CPU) as snapshot:
+        first = draw(generator)
+        snapshot.restore()
+        assert draw(generator) == first
+    assert draw(generator) == first
 
 
 HOOKS: dict[str, Callable[[nn.Module], Any]] = {

@@ -73,3 +73,38 @@ def test_scheduler_made_inside_leaves_no_mark() -> None:
         torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5)
         assert "initial_lr" in optimizer.param_groups[0]
     assert state_of(model, optimizer) == before
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Steps another optimizer, and holds a slow copy of the weights, a counter and a log."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+        super().__init__(base.param_groups[0]["params"], dict(base.defaults))
+        self.slow = [parameter.detach().clone() for parameter in base.param_groups[0]["params"]]
+        self.steps = 0
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.base.step()
+        self.steps += 1
+        for slow, parameter in zip(self.slow, self.param_groups[0]["params"], strict=True):
+            slow.lerp_(parameter.detach(), 0.5)
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "new"])
+def test_optimizer_inside_an_optimizer(trained: bool) -> None:
+    """What wraps another optimizer is as before with it: its state, and tensors and counters that the wrapper holds."""
+    model = build_network()
+    base = AdamW(model.parameters(), lr=0.1)
+    optimizer = Lookahead(base)
+    if trained:
+        train(model, optimizer)
+    before, slow, steps = state_of(model, base), [bits(tensor) for tensor in optimizer.slow], optimizer.steps
+    with preserved(model, optimizer, device=CPU) as snapshot:
+        train(model, optimizer)
+        snapshot.restore()
+        train(model, optimizer)
+        optimizer.slow = [torch.zeros(1)]
+    assert state_of(model, base) == before
+    assert [bits(tensor) for tensor in optimizer.slow] == slow
+    assert optimizer.steps == steps
