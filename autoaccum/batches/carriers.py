@@ -6,6 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from torch.nn.utils.rnn import PackedSequence
+
+from autoaccum.batches.packed_sequences import num_sequences
 from autoaccum.batches.structure import (
     children_of,
     covers,
@@ -30,6 +33,7 @@ class Carrier(NamedTuple):
         doubtful: Readings that another part of the batch has to confirm.
         by_items: The other cuts of a reading that is two in one: three images of three channels are three rows both ways.
         partly: Cuts of those parts that have a number of rows which not all parts share.
+        either: A list of as many tensors as each of them has rows, by its items: bags of instances, or inputs side by side.
     """
 
     path: tuple[str, ...]
@@ -38,6 +42,7 @@ class Carrier(NamedTuple):
     doubtful: frozenset[int] = frozenset()
     by_items: Mapping[int, Cuts] = MappingProxyType({})
     partly: Mapping[int, Cuts] = MappingProxyType({})
+    either: Mapping[int, Cuts] = MappingProxyType({})
 
 
 def carriers_of(node: Any, path: tuple[str, ...] = (), settled: Collection[tuple[str, ...]] = ()) -> Iterator[Carrier]:
@@ -54,6 +59,9 @@ def carriers_of(node: Any, path: tuple[str, ...] = (), settled: Collection[tuple
     if is_array(node):
         if node.ndim:
             yield Carrier(path, {int(node.shape[0]): {path: 0}}, True)
+        return
+    if isinstance(node, PackedSequence):
+        yield Carrier(path, {num_sequences(node): {path: "sequences"}}, True)
         return
     children = [child for _, child in children_of(node)]
     inner = [carrier for key, child in children_of(node) for carrier in carriers_of(child, (*path, key), settled)]
@@ -92,7 +100,9 @@ def _carrier_of_list(node: Any, path: tuple[str, ...], children: list[Any], inne
     }
     both_ways = {size: cuts for size, cuts in as_items.items() if size in doubts and size in shared}
     readings = {**shared, **as_items, **shared}
-    return Carrier(path, readings, True, doubts - both_ways.keys(), {**by_items, **both_ways}, partly)
+    # The batch itself is what a DataLoader's collate function makes a list of: its parts stand side by side.
+    either = {size: cuts for size, cuts in as_items.items() if path and size in shared and size not in both_ways}
+    return Carrier(path, readings, True, doubts - both_ways.keys(), {**by_items, **both_ways}, partly, either)
 
 
 def _doubts(node: Any, children: list[Any], shared: Mapping[int, Cuts]) -> Iterator[int]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from autoaccum.batches.layout import Layout
+from autoaccum.batches.packed_sequences import take_sequences
 from autoaccum.batches.structure import (
     cloned,
     mapped,
@@ -28,6 +29,8 @@ def take_rows(batch: Any, layout: Layout, count: int, order: Sequence[int] | Non
     def cut(leaf: Any, how: int | str | None) -> Any:
         if how == "items":
             return same_sequence(leaf, [cloned(leaf[index]) for index in indices.tolist()])
+        if how == "sequences":
+            return take_sequences(leaf, indices.tolist())
         if how is None:
             return cloned(leaf)
         if isinstance(leaf, np.ndarray):
@@ -62,6 +65,8 @@ def narrow_rows(batch: Any, layout: Layout, start: int, count: int) -> Any:
             return leaf
         if how == "items":
             return same_sequence(leaf, list(leaf[start : start + count]))
+        if how == "sequences":
+            return take_sequences(leaf, range(start, start + count))
         if isinstance(leaf, np.ndarray):
             return np.take(leaf, np.arange(start, start + count), axis=int(how))
         part = leaf.narrow(int(how), start, count)

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from autoaccum.batches.carriers import Carrier, Cuts, carriers_of, described
-from autoaccum.batches.structure import is_array, is_inside, is_plain_sequence, leaves_of, name_of, nodes_of
+from autoaccum.batches.structure import covers, is_array, is_inside, is_plain_sequence, leaves_of, name_of, nodes_of
 from autoaccum.errors import InvalidRequestError
 from autoaccum.units import one_line, shown
 
 BatchDim = int | str | Mapping[str | int, int | str | None] | None
+ListsRead = Mapping[tuple[str, ...], str]
 
 _REMEDY = (
     'Say where the rows are with batch_dim= (an int, "items" for the items of a list, or a mapping such as '
@@ -27,13 +29,23 @@ _REMEDY = (
 
 
 class Layout(NamedTuple):
-    """Where the rows of a batch are: `cuts` maps the path of a leaf to its dimension, or to "items" for a list."""
+    """Where the rows of a batch are.
+
+    `cuts` maps the path of a leaf to its dimension, that of a list to "items", of a packed sequence to "sequences".
+    """
 
     rows: int
     cuts: Cuts
 
 
-def find_layout(batch: Any, batch_dim: BatchDim = None, *, rows: int | None = None, may_be_empty: bool = False) -> Layout:
+def find_layout(
+    batch: Any,
+    batch_dim: BatchDim = None,
+    *,
+    rows: int | None = None,
+    may_be_empty: bool = False,
+    read_before: ListsRead = MappingProxyType({}),
+) -> Layout:
     """Where the rows of a batch are.
 
     Without `batch_dim` the rows are the leading dimension that the tensors share, or the items of lists (of images, of
@@ -46,6 +58,7 @@ def find_layout(batch: Any, batch_dim: BatchDim = None, *, rows: int | None = No
             "items" says that the items of a list are the rows, alone for a sample that is that list.
         rows: How many rows the batch must have, where the caller knows.
         may_be_empty: Whether a batch of 0 rows is one.
+        read_before: How the lists of other batches of the same stream were read, as `lists_read` gives it.
 
     Raises:
         InvalidRequestError: When there are no rows, or more than one reading is possible.
@@ -57,13 +70,13 @@ def find_layout(batch: Any, batch_dim: BatchDim = None, *, rows: int | None = No
         raise InvalidRequestError(f"leaf {shown(nested[0])} is a nested tensor, which cannot be cut; pass split=.")
     _refuse_equal_names(batch)
     if isinstance(batch_dim, Mapping):
-        layout = _layout_by_name(batch, {str(name): dim for name, dim in batch_dim.items()}, rows)
+        layout = _layout_by_name(batch, {str(name): dim for name, dim in batch_dim.items()}, rows, read_before)
     elif isinstance(batch_dim, str):
-        layout = _layout_by_name(batch, {name_of(()): batch_dim}, rows)
+        layout = _layout_by_name(batch, {name_of(()): batch_dim}, rows, read_before)
     elif batch_dim is not None:
         layout = _layout_by_dim(batch, batch_dim)
     else:
-        layout = _layout_by_vote(list(carriers_of(batch)), rows)
+        layout = _layout_by_vote(list(carriers_of(batch)), rows, read_before)
     _refuse_sparse_rows(batch, layout)
     if rows is not None and layout.rows != rows:
         raise InvalidRequestError(f"the batch has {layout.rows} rows where {rows} were asked for. {_REMEDY}")
@@ -102,20 +115,20 @@ def refuse_doubtful_layout(batch: Any, layout: Layout, batch_dim: BatchDim = Non
         _refuse_hidden_rows(batch, layout, batch_dim)
 
 
-def _layout_by_vote(carriers: list[Carrier], rows: int | None) -> Layout:
+def _layout_by_vote(carriers: list[Carrier], rows: int | None, read_before: ListsRead) -> Layout:
     with_tensors = [carrier for carrier in carriers if carrier.holds_tensors]
     voters = with_tensors or carriers
     if not voters:
         raise InvalidRequestError(f"the sample holds no tensor with a dimension of rows. {_REMEDY}")
     votes = Counter(size for carrier in voters for size in carrier.readings)
     if rows is not None and rows in votes:
-        return Layout(rows, _cuts_for(carriers, rows))
+        return Layout(rows, _cuts_for(carriers, rows, read_before))
     chosen = max(votes, key=lambda size: (votes[size], _is_items_of_records(voters, size), -_order(voters, size)))
     rivals = {size for size, count in votes.items() if size != chosen and count == votes[chosen]}
     doubted = all(chosen in carrier.doubtful for carrier in voters if chosen in carrier.readings)
     if doubted or (rivals and votes[chosen] < len(voters)):
         raise InvalidRequestError(f"the rows of the sample cannot be told: {described(voters)}. {_REMEDY}")
-    return Layout(chosen, _cuts_for(carriers, chosen))
+    return Layout(chosen, _cuts_for(carriers, chosen, read_before))
 
 
 def _is_items_of_records(voters: list[Carrier], size: int) -> bool:
@@ -128,17 +141,44 @@ def _order(voters: list[Carrier], size: int) -> int:
     return min(list(carrier.readings).index(size) for carrier in voters if size in carrier.readings)
 
 
-def _cuts_for(carriers: list[Carrier], rows: int) -> dict[tuple[str, ...], int | str]:
+def _cuts_for(carriers: list[Carrier], rows: int, read_before: ListsRead) -> dict[tuple[str, ...], int | str]:
     """How each part is cut for this number of rows; where both is possible, like another list that is cut by items."""
     cuts: dict[tuple[str, ...], int | str] = {}
     list_beside = any("items" in c.readings.get(rows, {}).values() for c in carriers if c.holds_tensors)
     for carrier in carriers:
-        if rows in carrier.by_items and not list_beside:
-            raise InvalidRequestError(
-                f"{one_line(name_of(carrier.path))} can be {rows} items, or {rows} rows within every item. {_REMEDY}"
-            )
-        cuts.update(carrier.by_items.get(rows) or carrier.readings.get(rows) or carrier.partly.get(rows, {}))
+        cuts.update(_cuts_of(carrier, rows, read_before.get(carrier.path), list_beside))
     return cuts
+
+
+def _cuts_of(carrier: Carrier, rows: int, read_before: str | None, list_beside: bool) -> Cuts:
+    """Where a list can be read in two ways, as the lists of earlier batches, or like another list that is cut by items."""
+    by_items, inside = carrier.by_items.get(rows), carrier.readings.get(rows) or carrier.partly.get(rows, {})
+    # Two tensors of two rows each are two inputs or views far more often than two bags of two.
+    either = carrier.either.get(rows) if rows > 2 or read_before else None
+    open_cuts = by_items or either
+    if not open_cuts:
+        return inside
+    if read_before and carrier.path in open_cuts:
+        return open_cuts if read_before == "items" else inside
+    if not list_beside:
+        raise InvalidRequestError(
+            f"{one_line(name_of(carrier.path))} can be {rows} items, or {rows} rows within every item. {_REMEDY}"
+        )
+    return open_cuts
+
+
+def lists_read(batch: Any, layout: Layout) -> dict[tuple[str, ...], str]:
+    """How lists inside a batch were read, "items" or "rows", where their lengths leave no doubt: later ones may."""
+    found = {}
+    for path, node in nodes_of(batch):
+        if not path or not is_plain_sequence(node) or not node:
+            continue
+        if layout.cuts.get(path) == "items":
+            if not all(is_array(item) and item.ndim and len(item) == len(node) for item in node):
+                found[path] = "items"
+        elif len(node) != layout.rows and any(covers(cut, path) for cut in layout.cuts):
+            found[path] = "rows"
+    return found
 
 
 def _layout_by_dim(batch: Any, batch_dim: int) -> Layout:
@@ -146,10 +186,10 @@ def _layout_by_dim(batch: Any, batch_dim: int) -> Layout:
     for path, leaf in leaves_of(batch):
         if is_array(leaf) and leaf.ndim:
             dims[name_of(path)] = batch_dim
-    return _layout_by_name(batch, dims, None)
+    return _layout_by_name(batch, dims, None, {})
 
 
-def _layout_by_name(batch: Any, dims: Mapping[str, int | str | None], rows: int | None) -> Layout:
+def _layout_by_name(batch: Any, dims: Mapping[str, int | str | None], rows: int | None, read_before: ListsRead) -> Layout:
     named = {name_of(path): (path, node) for path, node in nodes_of(batch)}
     unknown = [name for name in dims if name not in named]
     if unknown:
@@ -173,11 +213,11 @@ def _layout_by_name(batch: Any, dims: Mapping[str, int | str | None], rows: int 
         sizes[name] = int(leaf.shape[dim])
     others = list(carriers_of(batch, settled={named[name][0] for name in dims}))
     if not sizes:
-        return _layout_by_vote(others, rows)
+        return _layout_by_vote(others, rows, read_before)
     if len(set(sizes.values())) > 1:
         raise InvalidRequestError(f"batch_dim gives different numbers of rows: {shown(sizes, 300)}. {_REMEDY}")
     found = next(iter(sizes.values()))
-    return Layout(found, {**cuts, **_cuts_for(others, found)})
+    return Layout(found, {**cuts, **_cuts_for(others, found, read_before)})
 
 
 def _refuse_hidden_rows(batch: Any, layout: Layout, batch_dim: Mapping[str | int, int | str | None] | None) -> None:
@@ -195,7 +235,7 @@ def _refuse_hidden_rows(batch: Any, layout: Layout, batch_dim: Mapping[str | int
 
 def _refuse_other_reading(batch: Any, layout: Layout) -> None:
     """Refuse to guess where some tensors lack the rows found, but another length is common to all of them."""
-    lists = {path for path, how in layout.cuts.items() if how == "items"}
+    lists = {path for path, how in layout.cuts.items() if isinstance(how, str)}
     shapes = [leaf.shape for path, leaf in leaves_of(batch) if is_array(leaf) and leaf.ndim and not is_inside(path, lists)]
     in_all = set.intersection(*(set(map(int, shape)) for shape in shapes)) - {layout.rows, 1} if shapes else set()
     if in_all and any(shape[0] != layout.rows for shape in shapes):
@@ -223,7 +263,7 @@ def describe(batch: Any, layout: Layout) -> str:
     cut = [
         f"{one_line(name_of(path))} {tuple(arrays[path].shape)}" + (f" along dimension {how}" if how else "")
         if path in arrays
-        else f"the items of {one_line(name_of(path))}"
+        else f"the {how} of {one_line(name_of(path))}"
         for path, how in layout.cuts.items()
     ]
     return f"{layout.rows} rows: {_listed(cut)}" + (f"; passed on whole: {_listed(whole)}" if whole else "")

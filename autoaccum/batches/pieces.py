@@ -18,7 +18,7 @@ class Window:
     """The ready micro-batches of one optimizer step, in order. Made by `Accumulator.windows`, or by hand.
 
     Args:
-        micro_batches: Taken as they are; opaque ones (graphs, packed sequences) included. May be empty.
+        micro_batches: Taken as they are; opaque ones (graphs, nested tensors) included. May be empty.
 
     Example:
         >>> import torch
@@ -89,6 +89,8 @@ def shape_of(batch: Any, layout: Layout) -> Shape:
         if how == "items":
             inner = [leaf for at, leaf in leaves.items() if covers(at, path) and is_array(leaf)]
             shape.append((name_of(path), (_largest_item(inner),)))
+        elif how == "sequences":
+            shape.append((name_of(path), (_power_of_two(int(leaves[(*path, "batch_sizes")].numel())),)))
         else:
             sizes = leaves[path].shape
             shape.append((name_of(path), tuple(int(size) for dim, size in enumerate(sizes) if dim != how)))
@@ -97,7 +99,11 @@ def shape_of(batch: Any, layout: Layout) -> Shape:
 
 def _largest_item(arrays: Sequence[Any]) -> int:
     """Elements of the largest one, up to the next power of two: every image size as a shape of its own teaches nothing."""
-    return 1 << max((item_size(array) for array in arrays), default=0).bit_length()
+    return _power_of_two(max((item_size(array) for array in arrays), default=0))
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << size.bit_length()
 
 
 def renewed(batch: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, final
 from torch import Tensor
 
 from autoaccum.batches.cutting import narrow_rows, take_rows
-from autoaccum.batches.layout import BatchDim, Layout, find_layout, refuse_doubtful_layout
+from autoaccum.batches.layout import BatchDim, Layout, find_layout, lists_read, refuse_doubtful_layout
 from autoaccum.batches.opaque import SplitFn, opaque_length, parts_of
 from autoaccum.batches.packing import pack, refuse_above
 from autoaccum.batches.pieces import AbstractShare, LimitFn, Piece, Pieces, Window, renewed, shape_of
@@ -58,6 +58,7 @@ class Slicer:
         self.cost, self.max_cost = cost, max_cost
         self.refuse = refuse
         self._layouts: dict[Any, Layout] = {}
+        self._lists_read: dict[tuple[str, ...], str] = {}  # of earlier batches, for those that may be read in two ways
 
     def share(self, batch: Any) -> AbstractShare:
         """What is to be cut: a whole batch, or a `Window` of ready micro-batches; None and no rows are an empty share.
@@ -82,12 +83,15 @@ class Slicer:
         )
         known = self._layouts.get(built)
         if known is None:
-            known = find_layout(batch, self.batch_dim)
+            known = find_layout(batch, self.batch_dim, read_before=self._lists_read)
             refuse_doubtful_layout(batch, known, self.batch_dim)
             if self.refuse is not None and self.batch_dim is None:
                 self.refuse(batch)
-            if len(self._layouts) >= _LAYOUTS_KEPT:  # a new one for every batch: lists of items of all sizes
+            news = lists_read(batch, known)
+            # A new one for every batch: lists of items of all sizes. And one that may be read otherwise from now on.
+            if len(self._layouts) >= _LAYOUTS_KEPT or not news.items() <= self._lists_read.items():
                 self._layouts.clear()
+            self._lists_read |= news
             self._layouts[built] = known
         return known
 

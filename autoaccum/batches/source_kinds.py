@@ -20,6 +20,7 @@ from autoaccum.batches.carriers import carriers_of, described
 from autoaccum.batches.cutting import split_rows_of, take_rows
 from autoaccum.batches.layout import BatchDim, Layout, describe, find_layout, refuse_doubtful_layout
 from autoaccum.batches.opaque import SplitFn, opaque_length, parts_of
+from autoaccum.batches.packed_sequences import lengths_of
 from autoaccum.batches.structure import cloned, is_array, is_inside, item_size, leaves_of, nodes_of, tensors_in
 from autoaccum.errors import InvalidRequestError
 from autoaccum.units import format_bytes
@@ -87,7 +88,7 @@ class BatchSource(AbstractSource):
 
 @final
 class SplitSource(AbstractSource):
-    """A batch that only the caller's `split(batch, sizes)` may cut (graphs, packed sequences).
+    """A batch that only the caller's `split(batch, sizes)` may cut (graphs, nested tensors).
 
     Where its rows can be seen they are repeated as needed; an opaque batch has as many as its length says.
     """
@@ -132,13 +133,16 @@ def _refuse_beyond_host(batch: Any, layout: Layout) -> None:
 
 
 def _largest_rows_first(batch: Any, layout: Layout) -> list[int] | None:
-    """The order of rows by what their items hold, where lists of items differ in size; else None."""
-    if "items" not in layout.cuts.values():
+    """The order of rows by what their items hold, where lists of items or packed sequences differ in size; else None."""
+    if not any(isinstance(how, str) for how in layout.cuts.values()):
         return None
     sizes = [0] * layout.rows
     for path, node in nodes_of(batch):
-        if layout.cuts.get(path) == "items":
+        how = layout.cuts.get(path)
+        if how == "items":
             sizes = [size + item_size(item) for size, item in zip(sizes, node, strict=True)]
+        elif how == "sequences":
+            sizes = [size + length for size, length in zip(sizes, lengths_of(node).tolist(), strict=True)]
     if len(set(sizes)) <= 1:
         return None
     return sorted(range(layout.rows), key=lambda row: (-sizes[row], row))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from autoaccum.errors import InvalidRequestError
 
@@ -29,6 +30,9 @@ def mapped(
     """The same structure with `leaf_fn(leaf, how it is cut)` in place of every leaf and of every list cut by items."""
     if path in cuts:
         return leaf_fn(node, cuts[path])
+    if isinstance(node, PackedSequence):  # its `batch_sizes` stay on the host
+        changeable = {name: getattr(node, name) for name in ("data", "sorted_indices", "unsorted_indices")}
+        return node._replace(**{name: leaf_fn(part, None) for name, part in changeable.items() if part is not None})
     children = [] if is_array(node) else list(children_of(node))
     if not children:
         return leaf_fn(node, None)

@@ -451,10 +451,18 @@ def test_another_number_of_rows_is_refused() -> None:
         find_layout((zeros(12, 4), labels(12)), rows=13)
 
 
-def test_packed_sequences_are_refused() -> None:
-    """A packed sequence, whose rows are not along any dimension, is not cut."""
-    packed = torch.nn.utils.rnn.pack_sequence([zeros(5, 3), zeros(4, 3), zeros(2, 3)], enforce_sorted=False)
-    assert "batch_dim=" in refused(packed)
+@pytest.mark.parametrize("lengths", [[5, 4, 2], [2, 5, 4], [3, 3, 3], [1]])
+def test_packed_sequences_are_rows(lengths: list[int]) -> None:
+    """The rows of a packed sequence are its sequences, by itself and beside labels, whatever the lengths."""
+    packed = torch.nn.utils.rnn.pack_sequence([zeros(length, 3) for length in lengths], enforce_sorted=False)
+    assert cuts_of(packed) == (len(lengths), {"": "sequences"})
+    assert cuts_of((packed, labels(len(lengths)))) == (len(lengths), {"0": "sequences", "1": 0})
+    assert "sequences of" in describe(packed, find_layout(packed))
+
+
+def test_packed_sequences_beside_other_numbers_are_refused() -> None:
+    """Sequences and labels of different number are an error."""
+    packed = torch.nn.utils.rnn.pack_sequence([zeros(5, 3), zeros(4, 3)])
     assert "batch_dim=" in refused((packed, labels(3)))
 
 

@@ -282,12 +282,44 @@ def test_batches_that_came_before_do_not_matter(kind: str) -> None:
 def test_rows_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches that are built alike have their rows looked for once, others each for themselves."""
     looked: list[int] = []
-    monkeypatch.setattr(slicing, "find_layout", lambda *args: looked.append(1) or find_layout(*args))
+    monkeypatch.setattr(slicing, "find_layout", lambda *args, **more: looked.append(1) or find_layout(*args, **more))
     slicer = Slicer(3)
     for batch in (torch.zeros(7, 2), torch.ones(7, 2), torch.zeros(8, 2), torch.zeros(7, 2).long(), (torch.zeros(7, 2),)):
         slicer.share(batch)
         slicer.share(Window([batch]))
     assert len(looked) == 4
+
+
+def bags(*lengths: int) -> dict[str, Any]:
+    """A list of point sets of these lengths, and a label for each."""
+    return {"bags": [torch.zeros(length, 3) for length in lengths], "y": torch.zeros(len(lengths))}
+
+
+def test_lists_are_read_as_those_before() -> None:
+    """As many bags as each has points are cut by bags once a batch has shown that they are bags, and not before."""
+    slicer = Slicer(2)
+    with pytest.raises(InvalidRequestError, match="can be 4 items, or 4 rows within every item"):
+        slicer.share(bags(4, 4, 4, 4))
+    assert slicer.layout(bags(2, 5, 3)).cuts[("bags",)] == "items"
+    for size in (4, 2):
+        assert slicer.layout(bags(*[size] * size)).cuts[("bags",)] == "items"
+
+
+def test_inputs_side_by_side_are_read_as_those_before() -> None:
+    """Three views of a batch are cut by their rows, also in a last batch of three rows."""
+    slicer = Slicer(2)
+    views = {"views": [torch.zeros(8, 3)] * 3, "y": torch.zeros(8)}
+    assert slicer.layout(views).rows == 8
+    last = {"views": [torch.zeros(3, 3)] * 3, "y": torch.zeros(3)}
+    assert slicer.layout(last).cuts == {("views", "0"): 0, ("views", "1"): 0, ("views", "2"): 0, ("y",): 0}
+
+
+def test_what_is_learned_of_lists_changes_what_was_guessed() -> None:
+    """Two bags of two points were read as two inputs; after bags that leave no doubt they are bags."""
+    slicer = Slicer(2)
+    assert slicer.layout(bags(2, 2)).cuts[("bags", "0")] == 0
+    slicer.layout(bags(5, 7, 6))
+    assert slicer.layout(bags(2, 2)).cuts[("bags",)] == "items"
 
 
 def test_doubtful_rows_are_refused_each_time() -> None:
