@@ -20,6 +20,7 @@ from autoaccum.records import AS_IT_IS, Fit, Levers, Trial
 from autoaccum.schedule import largest_divisor
 from autoaccum.search import Standing, standing
 from autoaccum.session import Search
+from autoaccum.session.giving_up import cap_of_plans
 from autoaccum.session.limit import find_limit
 from autoaccum.tradeoffs.choosing import best, recomputation, rivals
 from autoaccum.tradeoffs.costs import CostModel
@@ -115,13 +116,16 @@ class Exploration:
         """The limit with no lever turned, and the largest micro-batch's own optimizer steps."""
         search = self._search
         while True:
-            now = find_limit(search, AS_IT_IS, self._sizes, trust=True)
+            cap = max(cap_of_plans(search.log.of(AS_IT_IS), self._sizes[-1]), self._sizes[0])
+            now = find_limit(search, AS_IT_IS, [size for size in self._sizes if size <= cap], trust=True)
             if now.best is None:
                 if self.space.is_trivial:
                     search.raise_for_nothing()
                 return now
+            limit = min(now.best, cap)
+            now = msgspec.structs.replace(now, best=limit)
             try:
-                schedule = self.schedule(now.best, now.floor)
+                schedule = self.schedule(limit, now.floor)
             except InvalidRequestError:
                 if self.space.is_trivial:
                     raise
@@ -131,7 +135,7 @@ class Exploration:
             elif search.time_is_up or self._has_run(schedule) or search.confirm(AS_IT_IS, schedule, now) is not None:
                 return now
             else:
-                search.refuse_growing_plans(AS_IT_IS, schedule)
+                search.refuse_growing_plans(AS_IT_IS, schedule, least=max(self._sizes[0], now.floor + 1))
 
     def _has_run(self, schedule: Schedule) -> bool:
         """Whether an earlier search, whose log this one goes on from, has run these steps."""

@@ -131,6 +131,35 @@ def test_allocator_failure_under_the_callers_own_limit(run_child: Any) -> None:
     assert 1 <= found[1].count("allocator") <= 2
 
 
+def test_step_whose_rows_need_much_of_the_memory_has_a_plan(run_child: Any) -> None:
+    """Where the rows of a whole step leave little room, there is a plan of small micro-batches."""
+    found = run_child(
+        """
+        import resource, torch
+        from torch import nn
+        import autoaccum
+        class Last(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.recurrent, self.out = nn.LSTM(64, 256, batch_first=True), nn.Linear(256, 10)
+            def forward(self, rows):
+                return self.out(self.recurrent(rows)[0][:, -1])
+        model, loss_fn = Last(), nn.functional.cross_entropy
+        rows = lambda num: (torch.randn(num, 40, 64), torch.randint(0, 10, (num,)))
+        inputs, targets = rows(2)
+        loss_fn(model(inputs), targets).backward()
+        model.zero_grad()
+        held = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) * 1024
+        resource.setrlimit(resource.RLIMIT_DATA, (held + 150 * 2**20, resource.RLIM_INFINITY))
+        plan = autoaccum.autotune(model, rows, 2000, loss_fn=loss_fn, optimizer=torch.optim.Adam, levers="none")
+        answer([plan.micro_batch, sum(plan.micro_batch_sizes), plan.limited_by])
+        """,
+        OMP_NUM_THREADS="1",
+    )
+    assert found[0] >= 8
+    assert found[1:] == [2000, "memory"]
+
+
 def small_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 
 from autoaccum.budget import weights_in_words
 from autoaccum.choose import Schedule
@@ -13,7 +14,7 @@ from autoaccum.search import standing
 from autoaccum.units import format_bytes
 from autoaccum.workload import Workload
 
-_MOST_CONFIRMS = 3  # plans whose own step failed, before it is not the size that is at fault
+_MOST_CONFIRMS = 6  # plans whose own step failed, before it is not the size that is at fault
 
 
 def is_of_memory(trial: Trial) -> bool:
@@ -21,17 +22,29 @@ def is_of_memory(trial: Trial) -> bool:
     return isinstance(trial.outcome, OutOfMemory) and trial.outcome.cause != "unclear"
 
 
-def refuse_growing_plans(log: Sequence[Trial], schedule: Schedule, trials: Sequence[Trial]) -> None:
-    """Give up when several plans' own steps failed though their micro-batches fit.
+def cap_of_plans(log: Sequence[Trial], largest: int) -> int:
+    """No larger micro-batch is worth planning with, after the plans whose own step failed under these levers.
+
+    The first one may be a little too large. After another one, half of it: what a whole step needs besides its micro-batch,
+    such as the rows of all of them, is not seen while one is probed.
+    """
+    failed = _failed_plans(log)
+    return min(failed) // 2 if len(failed) > 1 else largest
+
+
+def refuse_growing_plans(log: Sequence[Trial], schedule: Schedule, trials: Sequence[Trial], least: int = 1) -> None:
+    """Give up when several plans' own steps failed, or that of the smallest micro-batch, though their micro-batches fit.
 
     Args:
         log: Trials under the levers of the schedule.
         trials: All trials, for the error to carry.
+        least: The smallest micro-batch that may be planned with.
 
     Raises:
         NothingFitsError: With what may be the reason.
     """
-    if sum(trial.purpose == "confirm" and not isinstance(trial.outcome, Fit) for trial in log) < _MOST_CONFIRMS:
+    failed = _failed_plans(log)
+    if len(failed) < _MOST_CONFIRMS and min(failed, default=inf) > least:
         return
     raise NothingFitsError(
         f"the plan's own step of {len(schedule.sizes[0])} micro-batches does not fit, although one micro-batch of "
@@ -39,6 +52,12 @@ def refuse_growing_plans(log: Sequence[Trial], schedule: Schedule, trials: Seque
         "Does the model, the loss or the sample keep tensors, or does collating the whole step need the memory?",
         trials,
     )
+
+
+def _failed_plans(log: Sequence[Trial]) -> list[int]:
+    """The micro-batches of the plans whose own step was too large."""
+    failed = [trial for trial in log if trial.purpose == "confirm" and not isinstance(trial.outcome, Fit)]
+    return [trial.candidate.micro_batch for trial in failed if getattr(trial.outcome, "bound", None) != "floor"]
 
 
 def nothing_runs(
@@ -65,6 +84,11 @@ def nothing_runs(
     remedy = "Raise the budget, or use a smaller model, sample or optimizer state."
     if lowest.outcome.cause == "allocator" and device.limit_in_words():
         remedy = f"This process is {device.limit_in_words()}: raise that, or use a smaller model, sample or optimizer state."
+    if phase == "data":
+        remedy = (
+            "The batch itself did not fit, before the model was called: the rows of a whole optimizer step are held at "
+            "once, as by a loop that hands them over. Raise the budget, or use a smaller target_batch or smaller rows."
+        )
     if lowest.outcome.cause == "process":
         remedy = "A process that dies at the smallest size may have met a bug in the target rather than a lack of memory."
     return NothingFitsError(

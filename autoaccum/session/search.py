@@ -289,13 +289,13 @@ class Search:
 
     # -- when nothing runs
 
-    def refuse_growing_plans(self, levers: Levers, schedule: Schedule) -> None:
-        """Give up when several plans' own steps failed though their micro-batches fit.
+    def refuse_growing_plans(self, levers: Levers, schedule: Schedule, least: int = 1) -> None:
+        """Give up when several plans' own steps failed though their micro-batches fit; `least`: the smallest one possible.
 
         Raises:
             NothingFitsError: With what may be the reason.
         """
-        refuse_growing_plans(self.log.of(levers), schedule, self.log.trials)
+        refuse_growing_plans(self.log.of(levers), schedule, self.log.trials, least)
 
     def raise_for_nothing(self) -> NoReturn:
         """Nothing ran. The user's own error where memory is not certain, else what was missing."""

@@ -13,7 +13,7 @@ from autoaccum.choose import schedule_for
 from autoaccum.devices.virtual import VirtualDevice
 from autoaccum.errors import NothingFitsError, RankMismatchError
 from autoaccum.records import Budget, Candidate, OutOfMemory, Refused, Trial
-from autoaccum.session.giving_up import is_of_memory, nothing_runs, refuse_growing_plans
+from autoaccum.session.giving_up import cap_of_plans, is_of_memory, nothing_runs, refuse_growing_plans
 from autoaccum.workload import Workload
 
 
@@ -57,9 +57,30 @@ def test_unclear_is_not_of_memory() -> None:
     assert is_of_memory(failed(1, NO_MEMORY)) and not is_of_memory(failed(1, UNCLEAR))
 
 
-def test_plans_that_grow_are_given_up_after_three() -> None:
-    """Whole steps that fail three times although their micro-batches fit are the user's to mend; fewer are tried again."""
-    log = [failed(2, NO_MEMORY, "confirm")] * 3
-    refuse_growing_plans(log[:2], schedule_for(8, 1, 2), log)
+def test_plans_that_grow_are_given_up_after_six() -> None:
+    """Whole steps that fail six times although their micro-batches fit are the user's to mend; fewer are tried again."""
+    log = [failed(size, NO_MEMORY, "confirm") for size in (64, 60, 30, 15, 7, 3)]
+    refuse_growing_plans(log[:5], schedule_for(120, 1, 7), log)
     with pytest.raises(NothingFitsError, match="memory grows from one micro-batch to the next"):
-        refuse_growing_plans(log, schedule_for(8, 1, 2), log)
+        refuse_growing_plans(log, schedule_for(120, 1, 3), log)
+
+
+def test_plan_of_the_smallest_micro_batch_is_the_last_one() -> None:
+    """Where the whole step fails with the smallest micro-batch there is, nothing else is left to try."""
+    log = [failed(2, NO_MEMORY, "confirm")]
+    refuse_growing_plans(log, schedule_for(8, 1, 2), log, least=1)
+    with pytest.raises(NothingFitsError, match="does not fit, although one micro-batch of 2 rows does"):
+        refuse_growing_plans(log, schedule_for(8, 1, 2), log, least=2)
+
+
+def test_plans_shrink_by_halves_after_the_second_failure() -> None:
+    """One failed plan is answered by the next size below, two by half of the smaller one; failed probes do not count."""
+    log = [failed(90, NO_MEMORY), failed(64, NO_MEMORY, "confirm"), failed(60, NO_MEMORY, "confirm")]
+    assert [cap_of_plans(log[:num], 100) for num in (1, 2, 3)] == [100, 100, 30]
+
+
+def test_batch_that_does_not_fit_is_not_the_models_fault() -> None:
+    """Where the data itself ran out of memory, the error names the rows of the whole step."""
+    error = raised([failed(1, OutOfMemory(cause="allocator", phase="data", message="can't allocate memory"))])
+    assert "the rows of a whole optimizer step are held at once" in str(error)
+    assert "smaller target_batch" in str(error) and "smaller model" not in str(error)
