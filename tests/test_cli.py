@@ -687,8 +687,12 @@ def test_check_as_json_in_a_file(check: Check, tmp_path: Path, target: str, code
         (["checked.py:exakt"], "checked.py has no function 'exakt'; it has: "),
         (["nowhere.py:exact"], "there is no file 'nowhere.py'"),
         (["checked.py:exact", "--device", "toaster"], "device='toaster' is not a device"),
+        (
+            ["checked.py:mixing", "--rows", "3"],
+            "a check splits its batch in two, and the model runs with no split of 3 rows",
+        ),
     ],
-    ids=["no function", "no file", "no device"],
+    ids=["no function", "no file", "no device", "too few rows"],
 )
 def test_target_that_cannot_be_checked_is_one_line(check: Check, arguments: list[str], said: str) -> None:
     """A target or a device that there is not ends with 2 and a single line on stderr."""

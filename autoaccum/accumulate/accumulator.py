@@ -198,11 +198,12 @@ class Accumulator:
         In float64 where the model allows, with dropout off. Where the whole batch does not fit, the largest part that does.
 
         Args:
-            batch: As for `step`, at least two rows.
+            batch: As for `step`, at least two rows; four where the model needs two to run, as with BatchNorm.
             max_rows: Use no more rows than this.
 
         Raises:
-            InvalidRequestError: When the batch has a single row, or cannot be cut.
+            InvalidRequestError: When the batch has a single row, or too few for the model to run with a part of them, or
+                cannot be cut.
             Exception: Whatever the user's code raises.
 
         Leaves behind:

@@ -25,10 +25,16 @@ class _Carried(NamedTuple):
 
 @final
 class Examination:
-    """One comparison and its diagnosis, in one precision. Leaves the model as the caller's snapshot finds it."""
+    """One comparison and its diagnosis, in one precision. Leaves the model as the caller's snapshot finds it.
 
-    def __init__(self, subject: Subject, rows: int, dtype: torch.dtype | None) -> None:
-        self._passes = Passes(subject, rows, dtype)
+    Args:
+        rows: So many are compared, at least twice `smallest`.
+        smallest: Rows of a part, at least.
+        dtype: The precision; None: the model's own.
+    """
+
+    def __init__(self, subject: Subject, rows: int, smallest: int, dtype: torch.dtype | None) -> None:
+        self._passes = Passes(subject, rows, smallest, dtype)
 
     def result(self) -> CheckResult:
         """The comparison, with its reasons."""

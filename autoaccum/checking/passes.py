@@ -78,7 +78,7 @@ class Subject(NamedTuple):
 class Passes:
     """Forward and backward passes of the whole and of each part. Leaves the model as the caller's snapshot finds it."""
 
-    def __init__(self, subject: Subject, rows: int, dtype: torch.dtype | None) -> None:
+    def __init__(self, subject: Subject, rows: int, smallest: int, dtype: torch.dtype | None) -> None:
         module, share, loss, weigher, optimizer, device, steps_of = subject
         self.module, self._device, self.loss, self._dtype = module, device, loss, dtype
         self.steps = max(2, steps_of(rows))  # of training
@@ -90,7 +90,7 @@ class Passes:
         self._parameters = parameters_of(optimizer)
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._buffer_names = {id(buffer): name for name, buffer in module.named_buffers()}
-        self.sizes = _uneven(rows)
+        self.sizes = _uneven(rows, smallest)
         (self.whole,), self.parts = share.first([rows]), share.first(self.sizes)
         weights = [weigher(part, size) for part, size in zip(self.parts, self.sizes, strict=True)]
         if not sum(weights):
@@ -163,9 +163,9 @@ class Passes:
         return had
 
 
-def _uneven(rows: int) -> tuple[int, int]:
-    """About two thirds and one third, never half and half unless there are two rows."""
-    second = max(1, round(rows * 0.3))
+def _uneven(rows: int, smallest: int) -> tuple[int, int]:
+    """About two thirds and one third, never half and half unless the second part would have too few rows otherwise."""
+    second = max(smallest, round(rows * 0.3))
     return (rows - second, second)
 
 

@@ -54,27 +54,40 @@ def check_split(
     subject = Subject(module, share, loss, weigher, optimizer, device, steps_of)
     with preserved(module, optimizer, device=device.torch_device) as snapshot:
         found: CheckResult | None = None
+        why: Exception | None = None  # memory, where that ran out once
         fitted, failed = 1, rows + 1
         while found is None or failed - fitted > max(1, failed // 8):  # close enough to the largest that fits
             examined = _examined(subject, rows, snapshot)
             if isinstance(examined, CheckResult):
                 found, fitted = examined, rows
                 snapshot.restore(whole=True)  # the diagnosis has taken things out of the model
-            elif rows <= 2:
-                raise examined.error
+            elif examined.row.verdict is Verdict.FLOOR:
+                fitted, why = rows, why or _too_few_rows(rows, examined)  # and fewer are too few as well
             else:
-                failed = rows
+                failed, why = rows, examined.error
+            if found is None and why is not None and failed - fitted <= 1:
+                raise why
             rows = max(2, (fitted + failed) // 2)
     if failed > min(whole_rows, max_rows or inf):
         return found
-    return _with_notes(found, (f"{whole_rows} rows did not fit into memory at once: {fitted} were compared.",))
+    compared = sum(found.micro_batch_sizes)
+    return _with_notes(found, (f"{whole_rows} rows did not fit into memory at once: {compared} were compared.",))
+
+
+def _too_few_rows(rows: int, failure: Failure) -> InvalidRequestError:
+    """What to say of a model, such as one with BatchNorm, that runs no part of so few rows."""
+    return InvalidRequestError(
+        f"a check splits its batch in two, and the model runs with no split of {rows} rows, because a part has too few of "
+        f"them ({failure.message[:300]}); check more rows."
+    )
 
 
 def check_workload(workload: Workload, rows: int, device: object = None) -> CheckResult:
     """What `check_split` says of a workload's own sample, `rows` of it.
 
     Raises:
-        InvalidRequestError: When fewer than 2 rows are asked for, or there is no such device.
+        InvalidRequestError: When fewer than 2 rows are asked for or too few for the model to run with a part of them, or
+            there is no such device.
         Exception: Whatever the user's code raises.
     """
     workload.refuse_meta()
@@ -108,11 +121,11 @@ def _examined(subject: Subject, rows: int, snapshot: Snapshot) -> CheckResult | 
     """In float64, and where something refuses that in the model's own precision."""
 
     def run(dtype: torch.dtype | None) -> CheckResult | Failure:
-        outcome = attempted(lambda: Examination(subject, rows, dtype).result(), (Verdict.TOO_LARGE, Verdict.UNCLEAR))
-        if isinstance(outcome, Failure):
-            gc.collect()
-            subject.device.release()
-            snapshot.restore(whole=True)
+        smallest = 1  # rows of a part: no more than the model needs, which leaves the split uneven
+        outcome = _attempted(subject, rows, smallest, dtype, snapshot)
+        while isinstance(outcome, Failure) and outcome.row.verdict is Verdict.FLOOR and smallest < rows // 2:
+            smallest = min(2 * smallest, rows // 2)
+            outcome = _attempted(subject, rows, smallest, dtype, snapshot)
         return outcome
 
     try:
@@ -126,3 +139,16 @@ def _examined(subject: Subject, rows: int, snapshot: Snapshot) -> CheckResult | 
     if isinstance(outcome, Failure):
         return outcome
     return _with_notes(outcome, (f"compared in {outcome.dtype}, because float64 was refused ({refusal}).",))
+
+
+def _attempted(
+    subject: Subject, rows: int, smallest: int, dtype: torch.dtype | None, snapshot: Snapshot
+) -> CheckResult | Failure:
+    """One examination; where it fails for its size, nothing of it is left."""
+    about_the_size = (Verdict.TOO_LARGE, Verdict.UNCLEAR, Verdict.FLOOR)
+    outcome = attempted(lambda: Examination(subject, rows, smallest, dtype).result(), about_the_size)
+    if isinstance(outcome, Failure):
+        gc.collect()
+        subject.device.release()
+        snapshot.restore(whole=True)
+    return outcome

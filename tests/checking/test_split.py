@@ -71,6 +71,30 @@ def test_two_rows_are_enough() -> None:
     assert accumulator(Net()).check(batch(2)).micro_batch_sizes == (1, 1)
 
 
+@pytest.mark.parametrize(("rows", "sizes"), [(4, (2, 2)), (5, (3, 2)), (16, (11, 5))])
+def test_parts_have_as_many_rows_as_the_model_needs(rows: int, sizes: tuple[int, int]) -> None:
+    """Where the model refuses a single row, no part has one, and BatchNorm is named as with a large batch."""
+    model = Net()
+    model.norm = nn.BatchNorm1d(6)
+    result = accumulator(model).check(batch(rows))
+    assert result.micro_batch_sizes == sizes
+    assert [reason.split(":")[0] for reason in result.reasons] == ["Layer norm"]
+
+
+@pytest.mark.parametrize("refuses", [None, torch.float64])
+@pytest.mark.parametrize("rows", [2, 3])
+def test_too_few_rows_for_the_model_are_refused(rows: int, refuses: torch.dtype | None) -> None:
+    """Where no split of the batch runs, the error says that the parts are too small, and asks for more rows."""
+    model = Net(refuses=refuses)
+    model.norm = nn.BatchNorm1d(6)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(
+        InvalidRequestError, match=rf"no split of {rows} rows.*Expected more than 1 value.*; check more rows"
+    ):
+        accumulator(model).check(batch(rows))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_no_more_rows_than_asked_for() -> None:
     """`max_rows` bounds what is run, and a bound above the batch changes nothing."""
     model = Net()
@@ -89,7 +113,7 @@ def test_largest_part_that_fits(room: int) -> None:
     assert result.notes == (f"20 rows did not fit into memory at once: {compared} were compared.",)
 
 
-@pytest.mark.parametrize("room", [7, 10])
+@pytest.mark.parametrize("room", [4, 5, 6, 7, 10])
 @pytest.mark.parametrize("cause", ["batch norm", "hook on a gradient", "optimizer in backward"])
 def test_part_is_examined_like_the_whole(cause: str, room: int) -> None:
     """A batch that does not fit whole is told of the same layers and parameters as one that does."""
@@ -112,6 +136,15 @@ def test_nothing_fits() -> None:
     """Where not even two rows fit, the error comes out as it is."""
     with pytest.raises(torch.OutOfMemoryError, match="full"):
         accumulator(Net(room=1)).check(batch())
+
+
+@pytest.mark.parametrize("room", [1, 2, 3])
+def test_fewest_rows_that_can_be_split_do_not_fit(room: int) -> None:
+    """Where what fits is too few to be split, memory is what is missing, not rows."""
+    model = Net(room=room)
+    model.norm = nn.BatchNorm1d(6)
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        accumulator(model).check(batch())
 
 
 def test_whole_batch_is_not_spoken_of() -> None:
