@@ -131,7 +131,7 @@ def run_trial(
         A complete trial. Step times leave out the first window.
 
     Raises:
-        InvalidRequestError: When what ran was no training step, or its loss is NaN.
+        InvalidRequestError: When what ran was no training step, or its loss is NaN with more than one row.
         Exception: Whatever the user's code raises, unless a table knows it to depend on the size. It carries a note.
 
     Leaves behind:
@@ -218,7 +218,7 @@ def _run_windows(
                 device.synchronize()
                 times_s.append(_since(begun))
                 if len(times_s) == 1:
-                    _refuse_nan(loss)
+                    _refuse_nan(loss, sizes[:warm_up])
         state_bytes = _state_bytes(optimizer)
     return _Measured(watch, tuple(times_s[1:]), state_bytes, on_host.peak_bytes)
 
@@ -237,10 +237,12 @@ def _repeated(
         yield windows[-1]
 
 
-def _refuse_nan(loss: Tensor) -> None:
+def _refuse_nan(loss: Tensor, sizes: Sequence[int]) -> None:
+    """With one row it may be that alone, as a spread over the rows is NaN then: `COMMON_ROWS` knows the text as a floor."""
     if math.isnan(float(loss)):
+        where = "with a micro-batch of one row" if min(sizes) == 1 else "on the sample"
         raise InvalidRequestError(
-            "the loss is NaN on the sample, before any parameter has changed. "
+            f"the loss is NaN {where}, before any parameter has changed. "
             "Check the sample (are all labels ignored? are there NaN inputs?) and the model."
         )
 

@@ -143,6 +143,32 @@ def test_known_limit_is_refused_with_its_direction() -> None:
     assert [outcome.bound for outcome in outcomes if isinstance(outcome, Refused)] == ["floor", "ceiling"]
 
 
+def spread(model: nn.Module, batch: Tensor) -> Tensor:
+    """NaN for a single row."""
+    out: Tensor = model(batch)
+    return (out - out.mean(0)).square().sum() / (len(out) - 1)
+
+
+@pytest.mark.parametrize("windows", [[[1, 1]] * 2, [[3, 3, 1]] * 2])
+def test_loss_that_is_nan_for_one_row_is_a_floor(windows: list[list[int]]) -> None:
+    """A NaN where a micro-batch has a single row says that this is too small, and the error is kept."""
+    found = attempt(linear(spread), max(windows[0]), windows=windows)
+    assert isinstance(found.trial.outcome, Refused) and found.trial.outcome.bound == "floor"
+    assert isinstance(found.error, InvalidRequestError) and "with a micro-batch of one row" in str(found.error)
+
+
+def test_loss_that_is_nan_for_more_rows_is_an_error() -> None:
+    """A NaN with two rows in every micro-batch that ran has another reason, whatever is left out while warming up."""
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        out: Tensor = model(batch).mean() * float("nan")
+        return out
+
+    for windows, warm_up in (([[2, 2]] * 2, None), ([[2, 2, 1]] * 2, 2)):
+        with pytest.raises(InvalidRequestError, match="the loss is NaN on the sample"):
+            attempt(linear(step), 2, windows=windows, warm_up=warm_up)
+
+
 def test_users_error_passes_with_a_note() -> None:
     """Anything else is raised as the same object, with the size and phase in a note."""
     error = ZeroDivisionError("mine")

@@ -349,7 +349,7 @@ def test_interrupt_passes_through_at_once() -> None:
         (lambda model, batch: model(batch[0]).mean().item(), "returned float"),
         (lambda model, batch: None, "returned NoneType"),
         (lambda model, batch: torch.zeros((), requires_grad=True), "received a gradient"),
-        (lambda model, batch: model(batch[0]).mean() * math.nan, "NaN"),
+        (lambda model, batch: model(batch[0]).mean() * math.nan, "NaN on the sample"),
     ],
 )
 def test_step_that_trains_nothing_is_refused(step: Any, said: str) -> None:
@@ -371,6 +371,27 @@ def test_batch_norm_refusing_one_row_is_not_a_ceiling(target: int, sizes: tuple[
     plan = tune(norm_model(6), target)
     assert plan.micro_batch_sizes == sizes
     assert plan.limited_by == "memory"
+
+
+class Standardised(nn.Module):
+    """Divides by the spread over the rows, which is NaN for a single one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        centred = x - x.mean(0)
+        return centred / (centred.square().sum(0) / (len(x) - 1)).sqrt()
+
+
+@pytest.mark.parametrize(("limit", "target", "sizes"), [(2, 6, (2, 2, 2)), (3, 7, (3, 2, 2))])
+def test_nan_at_one_row_is_not_a_ceiling(limit: int, target: int, sizes: tuple[int, ...]) -> None:
+    """A loss that is NaN for one row and not for more leads upwards, and no micro-batch of the plan is that small."""
+    plan = tune(nn.Sequential(Fuse(limit), Standardised()), target)
+    assert (plan.micro_batch_sizes, plan.min_micro_batch, plan.limited_by) == (sizes, 2, "memory")
+
+
+def test_nan_at_the_only_size_is_said() -> None:
+    """Where no more than one row can be tried, the NaN is the error."""
+    with pytest.raises(autoaccum.InvalidRequestError, match="the loss is NaN with a micro-batch of one row"):
+        tune(nn.Sequential(Fuse(6), Standardised()), 1)
 
 
 @pytest.mark.slow

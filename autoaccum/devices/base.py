@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from autoaccum.errors import InvalidRequestError
+
 Unit = Literal["storages", "pages", "segments"]
 
 
@@ -168,6 +170,12 @@ COMMON_ROWS = (
         ValueError,
         ("expected more than 1 value per channel when training",),
         "torch.nn.functional.batch_norm; ultralytics PR #26224",
+    ),
+    ErrorRow(
+        Verdict.FLOOR,
+        InvalidRequestError,
+        ("the loss is nan with a micro-batch of one row",),
+        "autoaccum.probing; torch.std and torch.var of a single row are NaN",
     ),
     ErrorRow(
         Verdict.HOST,
