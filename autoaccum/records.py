@@ -307,6 +307,8 @@ class PlanRecord(Record, frozen=True, kw_only=True, tag_field="record", tag="aut
 
     `micro_batch_sizes` are this rank's, in the order to run them; they sum to this rank's share of the target.
     `max_micro_batch` is the largest size known to fit; it may be larger than `micro_batch`, the largest one used.
+    `evidence`: as of `ProbeResult` where that size was run with these levers, else "predicted"; nothing was run at all only
+    where `trials` is empty as well.
     `step_time_s` and `samples_per_s` are of one whole optimizer step at the target, over all ranks; `timing` is its spread.
     `shares`: rows of every rank, where they are in proportion to `limits`, the largest micro-batch that fits on each; empty
     where all ranks have equally many. `settings` are the trade-offs: what was measured and what was left out. `advice`: what

@@ -192,6 +192,8 @@ def test_a_lean_plan_is_limited_by_what_fits_with_its_levers() -> None:
     plan = tune(Net(), 12, "virtual:100MiB", objective="memory")
     assert plan.micro_batch < 12
     assert (plan.max_micro_batch, plan.limited_by, plan.evidence) == (12, "target", "predicted")
+    assert "(predicted: it was not run with these levers)" in str(plan)
+    assert all((trial.candidate.levers, trial.candidate.micro_batch) != (plan.levers, 12) for trial in plan.trials)
 
 
 def test_plan_without_levers_has_one_setting() -> None:

@@ -227,7 +227,7 @@ def _limit_in_words(size: int, found: PlanRecord | ProbeResult, following: str) 
     failed = [trial.candidate.micro_batch for trial in tried if not isinstance(trial.outcome, Fit)]
     above = [other for other in failed if other > size]
     if found.evidence == "predicted":
-        basis = "predicted: nothing was run"
+        basis = "predicted: it was not run with these levers" if found.trials else "predicted: nothing was run"
     elif found.evidence == "exact":
         named = f", {min(above)}," if above else ""
         basis = f"exact: it ran, and {following}{named} ran and failed"

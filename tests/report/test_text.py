@@ -42,6 +42,12 @@ def test_lines_of_a_bare_plan(bare_plan: PlanRecord) -> None:
     ]
 
 
+def test_predicted_limit_of_a_search_is_not_said_to_be_without_trials(plan: PlanRecord) -> None:
+    """Where trials ran, a size that is predicted to fit is one that did not run with the chosen levers."""
+    found = plan_lines(changed(plan, evidence="predicted"))[1][1]
+    assert found == "4, limited by memory (predicted: it was not run with these levers)"
+
+
 def test_lines_of_a_result(result: ProbeResult) -> None:
     """A probe's result says its limit, its memory and where it was found."""
     assert [what for what, _ in probe_lines(result)] == [
