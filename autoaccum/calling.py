@@ -50,14 +50,28 @@ def call(module: nn.Module, inputs: Any) -> Any:
         return module(**inputs)
     if is_plain_sequence(inputs) and not is_item_list(inputs) and binds(module, *inputs):
         return module(*inputs)
+    if isinstance(inputs, Mapping) and not binds(module, inputs):
+        _refuse_unknown_keys(module, inputs)
     return module(inputs)
 
 
-def binds(module: nn.Module, *args: Any, **kwargs: Any) -> bool:
+def _refuse_unknown_keys(module: nn.Module, inputs: Mapping[Any, Any]) -> None:
+    """Say which keys are too many: as one argument, the mapping would only be said to lack all the others."""
+    taken = _names_of_arguments(module)
+    known = {key: value for key, value in inputs.items() if key in taken}
+    unknown = [key for key in inputs if key not in taken]
+    if unknown and binds(module, **known):
+        listed, expected = ", ".join(map(repr, unknown)), ", ".join(taken) or "none"
+        raise InvalidRequestError(
+            f"the batch has keys that {type(module).__name__}.forward does not take: {listed}; expected only its arguments, "
+            f"{expected}. Leave the others out, or pass training_step=(model, batch) -> loss."
+        )
+
+
+def binds(module: nn.Module, /, *args: Any, **kwargs: Any) -> bool:
     """Whether the forward of the module can be called so; when that cannot be seen, it is taken to be."""
-    forward = module.forward
-    function = getattr(forward, "__func__", None)  # the class's own: its signature is looked up once, not at every call
-    signature = _signature(forward if function is None else function)
+    function = getattr(module.forward, "__func__", None)
+    signature = _signature_of_forward(module)
     if signature is None:
         return True
     try:
@@ -65,6 +79,22 @@ def binds(module: nn.Module, *args: Any, **kwargs: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _names_of_arguments(module: nn.Module) -> list[str]:
+    """What the forward of the module can be given by name."""
+    signature = _signature_of_forward(module)
+    if signature is None:
+        return []
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    names = [name for name, parameter in signature.parameters.items() if parameter.kind in by_name]
+    return names if getattr(module.forward, "__func__", None) is None else names[1:]  # not the module itself
+
+
+def _signature_of_forward(module: nn.Module) -> inspect.Signature | None:
+    """Of the class's own function where there is one, so that it is looked up once, not at every call."""
+    forward = module.forward
+    return _signature(getattr(forward, "__func__", forward))
 
 
 @functools.lru_cache(maxsize=256)

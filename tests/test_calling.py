@@ -38,6 +38,46 @@ def test_batch_is_spread_where_the_model_takes_it_so(batch: Any, seen: Any) -> N
     assert call(Records(), batch) == seen
 
 
+class Pairs(nn.Module):
+    """Needs two arguments."""
+
+    def forward(self, first: Any, second: Any, *, third: Any = None) -> tuple[Any, Any]:
+        return first, second
+
+
+class Whole(nn.Module):
+    """Takes a whole batch."""
+
+    def forward(self, batch: Any, extra: Any = None) -> Any:
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("batch", "unknown"),
+    [
+        ({"first": 1, "second": 2, "id": 3}, "'id'"),
+        ({"first": 1, "second": 2, "third": 3, "id": 4, 5: 6}, "'id', 5"),
+        ({"self": 0, "module": 0, "first": 1, "second": 2}, "'self', 'module'"),
+    ],
+)
+def test_keys_that_the_model_does_not_take_are_named(batch: Any, unknown: str) -> None:
+    """A mapping with all that forward needs and more is refused with the keys that are too many, and a remedy."""
+    with pytest.raises(InvalidRequestError, match=rf"Pairs\.forward does not take: {unknown}; .*training_step="):
+        call(Pairs(), batch)
+
+
+def test_mapping_that_lacks_an_argument_gets_the_models_own_error() -> None:
+    """Where something is missing, it is the model that says so, whatever is too many."""
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'second'"):
+        call(Pairs(), {"first": 1, "id": 3})
+
+
+@pytest.mark.parametrize("batch", [{"x": 1, "y": 2}, {"batch": 1, "y": 2}, {"extra": 1, "y": 2}, {}])
+def test_model_of_one_argument_gets_the_whole_mapping(batch: Any) -> None:
+    """A model that can be called with the mapping alone is, though it may have keys named like arguments."""
+    assert call(Whole(), batch) == batch
+
+
 def test_named_tuple_goes_in_as_one_argument() -> None:
     """A named tuple has attributes that the model may use, so it is not spread."""
     pair = namedtuple("pair", "x y")(1, 2)
