@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autoaccum.comparing.figures import chosen_in
+from autoaccum.comparing.figures import chosen_in, is_foreseen
 from autoaccum.comparing.records import Run
 from autoaccum.comparing.words import code_span, in_words
 from autoaccum.errors import InvalidRequestError
@@ -25,7 +25,7 @@ def refuse_unlike(base: Run, new: Run, names: str) -> None:
             f"{names} take optimizer steps of target_batch={base.target_batch} and {new.target_batch} samples; expected the "
             "same --target-batch in both."
         )
-    if (base.evidence == "predicted") != (new.evidence == "predicted"):
+    if is_foreseen(base) != is_foreseen(new):
         raise InvalidRequestError(
             f"of {names} one was measured and the other only predicted; compare two runs of `autoaccum probe` or two of "
             "`autoaccum predict`."

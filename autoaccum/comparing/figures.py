@@ -73,9 +73,14 @@ def _quartiles_frac(timing: Timing) -> float:
     return abs(timing.third_quartile_s - timing.first_quartile_s) / 2 / timing.median_s
 
 
+def is_foreseen(run: Run) -> bool:
+    """Whether nothing ran: a search may also end with a largest size that is only predicted, but has trials."""
+    return run.evidence == "predicted" and not run.trials
+
+
 def headline_peak(run: Run) -> Figure | None:
     """The peak of a run's answer, a predicted one where nothing ran."""
-    if run.evidence == "predicted":
+    if is_foreseen(run):
         return _exactly(run.predicted_peak_bytes) if isinstance(run, PlanRecord) else None
     return peak_of(run, chosen_in(run), run.measured_peak_bytes)
 

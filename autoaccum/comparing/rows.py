@@ -8,6 +8,7 @@ from autoaccum.comparing.figures import (
     candidate_of,
     chosen_in,
     headline_peak,
+    is_foreseen,
     largest_size,
     measured_in,
     peak_of,
@@ -29,7 +30,7 @@ def headline_rows(base: Run, new: Run, allowed_frac: float) -> Iterator[Row]:
     part: Part = "plan" if isinstance(base, PlanRecord) else "probe result"
     chosen = (chosen_in(base), chosen_in(new))
     is_same = chosen[0] == chosen[1]
-    metric: Metric = "predicted_peak_bytes" if base.evidence == "predicted" else "peak_bytes"
+    metric: Metric = "predicted_peak_bytes" if is_foreseen(base) else "peak_bytes"
     other = "" if is_same else "another setting was chosen" if part == "plan" else "it is that of another size"
     peaks = (headline_peak(base), headline_peak(new))
     yield from judged(part, metric, chosen, peaks, allowed_frac, unlike=other)

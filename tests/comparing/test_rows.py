@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from autoaccum.comparing.compare import compare
 from autoaccum.records import (
@@ -94,6 +95,13 @@ def test_trial_that_a_row_above_shows_is_not_repeated() -> None:
     same = plan(trials=(trial(32, 990), trial(32, 1000, "confirm")))
     assert [row.part for row in compare(same, same, 0.05).rows] == ["plan", "plan", "plan", "probe trial"]
     assert [row.part for row in compare(result(), result(), 0.05).rows] == ["probe result", "probe result"]
+
+
+@pytest.mark.parametrize("evidence", ["predicted", "measured"])
+def test_searches_are_compared_by_what_was_measured(evidence: str) -> None:
+    """A search whose largest size is only predicted is compared by its measured peak, with searches of either kind."""
+    base, new = plan(evidence="predicted", trials=(trial(32, 1000),)), plan(evidence=evidence, trials=(trial(32, 1000),))
+    assert verdict_on(base, new, "plan", "peak_bytes") == "ok"
 
 
 def test_predictions_are_compared_with_predictions() -> None:
