@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import NamedTuple, TypeVar
 
 from autoaccum.devices import ERROR_ROWS
@@ -24,11 +24,22 @@ class Failure(NamedTuple):
 
     Attributes:
         error: The exception itself; the local variables of its frames are gone.
+        behind: With all that came before it inside the attempt.
     """
 
     row: ErrorRow
     message: str
     error: Exception
+    behind: tuple[BaseException, ...]
+
+    def forget(self) -> None:
+        """The error is not going to be raised, so nobody needs to know where it was.
+
+        Its frames still hold their functions, and these what they have closed over. That cannot be emptied: another function
+        may share it.
+        """
+        for error in self.behind:
+            error.__traceback__ = None
 
 
 def attempted(run: Callable[[], T], verdicts: Collection[Verdict]) -> T | Failure:
@@ -44,8 +55,9 @@ def attempted(run: Callable[[], T], verdicts: Collection[Verdict]) -> T | Failur
         row = recognise(error, ERROR_ROWS, handled)
         if row is None or row.verdict not in verdicts:
             raise
-        failure = Failure(row, _shortened(error), error)
-    _let_go_of_frames(failure.error, handled)
+        behind = tuple(one for one in chain_of(error) if not any(one is earlier for earlier in handled))
+        failure = Failure(row, _shortened(error), error, behind)
+    _let_go_of_frames(failure)
     return failure
 
 
@@ -54,14 +66,12 @@ def _shortened(error: Exception) -> str:
     return text if len(text) <= _MESSAGE_CHARS else text[:_MESSAGE_CHARS] + "..."
 
 
-def _let_go_of_frames(error: Exception, handled: Sequence[BaseException]) -> None:
+def _let_go_of_frames(failure: Failure) -> None:
     """Keep the traceback, but let go of the local variables of every frame in it."""
-    for behind in chain_of(error):
-        if any(behind is earlier for earlier in handled):
-            continue
-        found = behind.__traceback__
-        if behind is error and found is not None:
+    for error in failure.behind:
+        found = error.__traceback__
+        if error is failure.error and found is not None:
             found = found.tb_next  # the first frame is this module's own
-        behind.__traceback__ = found
+        error.__traceback__ = found
         if found is not None:
             traceback.clear_frames(found)

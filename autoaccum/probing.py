@@ -156,6 +156,9 @@ def run_trial(
         raise
     failure = came_out if isinstance(came_out, Failure) else None
     measured = None if isinstance(came_out, Failure) else came_out
+    uncertain = failure is not None and failure.row.verdict is not Verdict.TOO_LARGE
+    if failure is not None and not uncertain:
+        failure.forget()
     company.settle()
     gc.collect()
     device.release()
@@ -167,7 +170,6 @@ def run_trial(
         rows_per_step=sum(windows[-1]),
         purpose=purpose,
     )
-    uncertain = failure is not None and failure.row.verdict is not Verdict.TOO_LARGE
     kept = failure.error if failure is not None and uncertain else None
     state_bytes = None if measured is None else measured.optimizer_state_bytes
     return Attempt(trial, kept, state_bytes, company.was_called_off)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from autoaccum.catching import Failure, attempted
 from autoaccum.devices.base import Verdict
@@ -217,6 +218,91 @@ def test_frames_of_generators_are_let_go_of() -> None:
     generator = drawn()
     failure = failure_of(lambda: list(generator))
     assert (failure.row.verdict, alive(refs)) == (Verdict.TOO_LARGE, 0)
+
+
+def fail(*used: object) -> Any:
+    """Memory runs out here."""
+    raise out_of_memory(f"{len(used)} used")
+
+
+def in_inner_function(activation: Tensor) -> Any:
+    """Memory runs out in a function that has closed over the activation."""
+
+    def inner() -> Any:
+        return fail(activation)
+
+    return inner()
+
+
+def in_generator(activation: Tensor) -> Any:
+    """Memory runs out in a generator that has closed over the activation."""
+
+    def drawn() -> Any:
+        yield activation
+        yield fail(activation)
+
+    return list(drawn())
+
+
+def in_checkpoint(activation: Tensor) -> Any:
+    """Memory runs out in a checkpointed function that has closed over the activation."""
+    start = torch.ones(1, requires_grad=True)
+    return checkpoint(lambda start: fail(start, activation), start, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        in_inner_function,
+        in_generator,
+        in_checkpoint,
+        lambda activation: (lambda: fail(activation))(),
+        lambda activation: [fail(activation, part) for part in range(3)],
+        lambda activation: sum(fail(activation, part) for part in range(3)),
+    ],
+    ids=["function", "generator", "checkpoint", "lambda", "comprehension", "generator-expression"],
+)
+def test_closures_are_let_go_of(step: Callable[[Tensor], Any]) -> None:
+    """What a function in the traceback has closed over is let go of with a failure that is not going to be raised."""
+    refs: Refs = []
+    failure = failure_of(lambda: step(hold(refs)))
+    failure.forget()
+    gc.collect()
+    assert (len(refs), alive(refs)) == (1, 0)
+
+
+def test_tensor_of_an_error_goes_with_the_failure() -> None:
+    """What the error itself carries is gone as soon as the failure is, without the garbage collector."""
+    refs: Refs = []
+
+    def run() -> None:
+        error = out_of_memory()
+        error.carried = hold(refs)  # type: ignore[attr-defined]
+        raise error
+
+    failure = failure_of(run)
+    failure.forget()
+    assert alive(refs) == 1
+    del failure
+    assert alive(refs) == 0
+
+
+def test_closure_that_lives_on_keeps_its_variables() -> None:
+    """A function that the user's program still has keeps what it has closed over, though it was in the traceback."""
+    kept: list[Callable[[], Any]] = []
+
+    def run() -> None:
+        mine = [1, 2]
+
+        def inner() -> Any:
+            return mine.pop() and fail(mine)
+
+        kept.append(inner)
+        inner()
+
+    failure_of(run)
+    with pytest.raises(torch.OutOfMemoryError):
+        kept[0]()
 
 
 def test_traceback_still_says_where() -> None:

@@ -209,6 +209,9 @@ class Run:
         agreement = training.reducer.agree(Standing(Status.OUT_OF_MEMORY, limit=limit), self._gradients())
         if agreement.limit < limit:
             self.cut.lower(agreement.limit)
+        failure.forget()
+        gc.collect()
+        training.device.release()
         self._note_replay(agreement.limit, f"{failure.message.splitlines()[0]} ({self.cut.in_words(piece)}, {phase} pass)")
         return False
 

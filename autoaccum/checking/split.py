@@ -148,6 +148,8 @@ def _attempted(
     about_the_size = (Verdict.TOO_LARGE, Verdict.UNCLEAR, Verdict.FLOOR)
     outcome = attempted(lambda: Examination(subject, rows, smallest, dtype).result(), about_the_size)
     if isinstance(outcome, Failure):
+        if outcome.row.verdict is Verdict.TOO_LARGE:
+            outcome.forget()
         gc.collect()
         subject.device.release()
         snapshot.restore(whole=True)
