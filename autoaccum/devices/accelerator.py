@@ -133,9 +133,19 @@ ACCELERATOR_ROWS = (
     ErrorRow(Verdict.TOO_LARGE, RuntimeError, ("xpu out of memory",), "c10/xpu/XPUCachingAllocator.cpp"),
     ErrorRow(Verdict.TOO_LARGE, RuntimeError, ("ur_result_error_out_of_device_memory",), "Intel's unified runtime"),
     ErrorRow(Verdict.TOO_LARGE, RuntimeError, ("ur_result_error_out_of_resources",), "Intel's unified runtime"),
+    ErrorRow(Verdict.TOO_LARGE, RuntimeError, ("pi_error_out_of_resources",), "SYCL before it; ipex-llm #9467"),
+    ErrorRow(
+        Verdict.TOO_LARGE,
+        RuntimeError,
+        ("allocation is out of device memory on current platform",),
+        "Intel's extension for PyTorch, in place of OUT_OF_RESOURCES",
+    ),
     ErrorRow(Verdict.TOO_LARGE, RuntimeError, ("mps backend out of memory",), "aten/src/ATen/mps/MPSAllocator.mm"),
     ErrorRow(Verdict.TOO_LARGE, RuntimeError, ("module:pt_devmem allocation failed",), "Habana; accelerate 1.15"),
     ErrorRow(Verdict.TOO_LARGE, RuntimeError, ("npu out of memory",), "Ascend, torch_npu"),
+    # The status alone is also that of a quota or of a message that is too long.
+    ErrorRow(Verdict.UNCLEAR, RuntimeError, ("resource_exhausted", "allocat"), "XLA; some of its memory is on the chip"),
+    ErrorRow(Verdict.UNCLEAR, RuntimeError, ("resource_exhausted", "attempting to reserve"), "XLA on TPU; xla #3470"),
     ErrorRow(Verdict.CEILING, RuntimeError, ("invalid buffer size:",), "MPSAllocator.mm: one buffer above Metal's limit"),
     ErrorRow(Verdict.CEILING, RuntimeError, ("dims larger than int_max",), "MPSGraph"),
 )

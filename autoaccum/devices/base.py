@@ -32,7 +32,10 @@ class Verdict(Enum):
 
 
 class ErrorRow(NamedTuple):
-    """One way an error shows: its class, the texts that must all be in it (lower case), and where that is known from."""
+    """One way an error shows: its class, the texts that must all be in it (lower case), and where that is known from.
+
+    The class `Exception` stands for itself and for a library's own classes, but for none that Python derives from it.
+    """
 
     verdict: Verdict
     error: type[BaseException]
@@ -212,9 +215,18 @@ def recognise(error: BaseException, rows: Sequence[ErrorRow], handled: Sequence[
     found = [
         row
         for row in rows
-        if any(isinstance(behind, row.error) and all(part in text for part in row.texts) for behind, text in texts)
+        if any(_is_of(behind, row.error) and all(part in text for part in row.texts) for behind, text in texts)
     ]
     return min(found, key=lambda row: _PRECEDENCE.index(row.verdict), default=None)
+
+
+def _is_of(error: BaseException, wanted: type[BaseException]) -> bool:
+    """Whether the error is of the class that a row asks for."""
+    if wanted is not Exception:
+        return isinstance(error, wanted)
+    # A ValueError about memory is the user's own, and a RuntimeError has rows of its own.
+    of_python = {known for known in type(error).__mro__ if known.__module__ == "builtins"}
+    return of_python == {Exception, BaseException, object}
 
 
 _PRECEDENCE = (Verdict.DEAD, Verdict.TOO_LARGE, Verdict.CEILING, Verdict.HOST, Verdict.FLOOR, Verdict.UNCLEAR)

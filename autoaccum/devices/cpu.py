@@ -266,6 +266,7 @@ CPU_ROWS = (
         Verdict.TOO_LARGE, RuntimeError, ("defaultcpuallocator: can't allocate memory",), "c10/core/impl/alloc_cpu.cpp"
     ),
     ErrorRow(Verdict.TOO_LARGE, RuntimeError, ("defaultcpuallocator: not enough memory",), "alloc_cpu.cpp on Windows"),
+    ErrorRow(Verdict.TOO_LARGE, RuntimeError, ("$ torch: not enough memory: you tried to",), "aten/src/TH/THGeneral.cpp"),
     ErrorRow(Verdict.TOO_LARGE, RuntimeError, ("bad allocation",), "std::bad_alloc as Microsoft's library words it"),
     ErrorRow(Verdict.TOO_LARGE, RuntimeError, ("std::bad_alloc",), "C++ allocations below the Python bindings"),
     ErrorRow(Verdict.TOO_LARGE, RuntimeError, ("cannot allocate memory",), "strerror(ENOMEM) of mmap and shm_open"),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing import ProcessRaisedException
 
 from autoaccum.devices import ERROR_ROWS
 from autoaccum.devices.base import ErrorRow, Verdict, chain_of, recognise
@@ -73,6 +74,14 @@ def test_row_is_not_shadowed(row: ErrorRow) -> None:
     assert sum((other.error, other.texts) == (row.error, row.texts) for other in ERROR_ROWS) == 1
 
 
+class CudaAPIError(Exception):
+    """As numba defines its own."""
+
+
+class OwnValueError(ValueError):
+    """As a user or a library may define one."""
+
+
 CERTAIN = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 23.57 GiB"),
     torch.OutOfMemoryError("Allocation on device "),
@@ -95,6 +104,13 @@ CERTAIN = [
     RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled cuda error\nCuda failure 2 'out of memory'"),
     RuntimeError("std::bad_alloc"),
     MemoryError(),
+    RuntimeError("Native API failed. Native API returns: -5 (PI_ERROR_OUT_OF_RESOURCES) -5 (PI_ERROR_OUT_OF_RESOURCES)"),
+    RuntimeError("Allocation is out of device memory on current platform."),
+    RuntimeError("$ Torch: not enough memory: you tried to allocate 64GB. Buy new RAM! at aten/src/TH/THGeneral.cpp:204"),
+    RuntimeError("CUDA error: rocblas_status_memory_error when calling `rocblas_create_handle(handle)`"),
+    Exception("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    CudaAPIError("[2] Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY"),
+    ProcessRaisedException("-- Process 1 terminated:\ntorch.OutOfMemoryError: CUDA out of memory.", 1, 4242),
 ]
 
 
@@ -114,6 +130,9 @@ UNCLEAR = [
     "CUDA driver error: device not ready",
     "could not create a primitive",
     "TPU out of memory in hbm",
+    "RESOURCE_EXHAUSTED: Failed to allocate request for 2.00GiB (2147483648B) on device ordinal 0",
+    "RESOURCE_EXHAUSTED: Attempting to reserve 10.51G at the bottom of memory. That was not possible.",
+    "cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`",
 ]
 
 
@@ -197,6 +216,21 @@ USER_ERRORS = [
     TypeError("forward() missing 1 required positional argument"),
     InvalidRequestError("the loss is NaN on the sample"),
     NotImplementedError("no kernel for this dtype"),
+    TypeError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    KeyError("CUDA_ERROR_OUT_OF_MEMORY"),
+    AssertionError("CUDA error: out of memory"),
+    OwnValueError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    StopIteration("CUDA out of memory"),
+    Exception("the data set is out of memory of the cache"),
+    CudaAPIError("[700] Call to cuMemcpyDtoH results in CUDA_ERROR_INVALID_VALUE"),
+    RuntimeError("RESOURCE_EXHAUSTED: Quota exceeded for requests per minute"),
+    RuntimeError("RESOURCE_EXHAUSTED: Received message larger than max (5242880 vs. 4194304)"),
+    RuntimeError("out of resource: shared memory, Required: 131072, Hardware limit: 101376"),
+    RuntimeError("Native API failed. Native API returns: -30 (PI_ERROR_INVALID_VALUE)"),
+    RuntimeError("Requested data type is unsupported on current platform."),
+    RuntimeError("$ Torch: invalid memory size -- maybe an overflow?"),
+    RuntimeError("CUDA error: rocblas_status_invalid_size when calling `rocblas_sgemm`"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_INVALID_VALUE, when calling `cusolverDnSgetrf`"),
 ]
 
 
