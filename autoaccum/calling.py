@@ -15,6 +15,10 @@ from torch import Tensor, nn
 
 from autoaccum.batches.structure import is_plain_sequence
 from autoaccum.errors import InvalidRequestError
+from autoaccum.units import shown
+
+# Keys under which models return the sum of the other losses.
+_TOTALS = frozenset({"total_loss", "loss_total", "total", "total_losses", "overall_loss", "sum_loss"})
 
 
 def checked_loss(loss: Any, origin: str) -> Tensor:
@@ -122,7 +126,11 @@ def is_one_per_row(inputs: list[Any], target: Any) -> bool:
 
 
 def own_loss(output: Any) -> Tensor | None:
-    """The loss that the model itself returns, None when it returns none."""
+    """The loss that the model itself returns, None when it returns none.
+
+    Raises:
+        InvalidRequestError: When a total stands beside its parts, without the key "loss" to say which of them it is.
+    """
     if isinstance(output, Tensor):
         return output if output.numel() == 1 else None
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -131,7 +139,20 @@ def own_loss(output: Any) -> Tensor | None:
     if isinstance(output, Mapping):
         parts = [part for part in output.values() if isinstance(part, Tensor)]
         scalars = bool(parts) and len(parts) == len(output) and all(part.numel() == 1 for part in parts)
-        return torch.stack([part.reshape(()) for part in parts]).sum() if scalars else None
+        return _sum_of_parts(output) if scalars else None
     if isinstance(output, tuple) and output and isinstance(output[0], Tensor) and output[0].ndim == 0:
         return output[0]
     return None
+
+
+def _sum_of_parts(parts: Mapping[Any, Tensor]) -> Tensor:
+    """The sum of what has a gradient, as training would use it; what is detached is there for a log."""
+    trained = {name: part for name, part in parts.items() if part.requires_grad}
+    total = next((name for name in parts if str(name).lower() in _TOTALS), None)
+    others = [name for name in trained if name != total]
+    if total is not None and others:
+        raise InvalidRequestError(
+            f"the model returned {shown(total)} beside {shown(others[0])}; expected one loss, or parts to be summed, and "
+            'not a total of them as well. Return {"loss": ...}, or pass training_step=(model, batch) -> loss.'
+        )
+    return torch.stack([part.reshape(()) for part in (trained or parts).values()]).sum()

@@ -135,3 +135,46 @@ def test_gradient_flows_through_a_dict_of_losses() -> None:
     assert isinstance(total, Tensor)
     total.backward()
     assert [part.grad for part in parts.values()] == [torch.tensor(3.0)] * 2
+
+
+def trained(value: float) -> Tensor:
+    """A scalar with a gradient."""
+    return torch.tensor(1.0, requires_grad=True) * value
+
+
+@pytest.mark.parametrize(
+    "name", ["total_loss", "loss_total", "total", "total_losses", "overall_loss", "sum_loss", "Total_Loss"]
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_total_beside_its_parts_is_refused(name: str, is_first: bool) -> None:
+    """A dict that holds a total beside its parts is not summed: the error names the total and what to return instead."""
+    output = {"a": trained(1), "b": trained(2)}
+    output = {name: trained(3), **output} if is_first else {**output, name: trained(3)}
+    with pytest.raises(InvalidRequestError, match=rf"'{name}' beside 'a'.*{{\"loss\": ...}}.*training_step="):
+        own_loss(output)
+
+
+def test_detached_total_beside_parts_is_refused() -> None:
+    """A detached total says that the parts may be weighted, so their plain sum is not taken for it."""
+    with pytest.raises(InvalidRequestError, match="'total' beside 'a'"):
+        own_loss({"a": trained(1), "total": trained(3).detach()})
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ({"loss_a": trained(2), "accuracy": torch.tensor(0.5)}, 2.0),
+        ({"loss_a": trained(2), "loss_b": trained(3), "rows": torch.tensor(8)}, 5.0),
+        ({"total_loss": trained(3), "a": torch.tensor(1.0), "b": torch.tensor(2.0)}, 3.0),
+        ({"total_loss": trained(3)}, 3.0),
+        ({"total_loss": trained(3), "loss": trained(4)}, 4.0),
+        ({0: trained(2), 1: trained(3)}, 5.0),
+        ({"a": torch.tensor(2.0), "accuracy": torch.tensor(0.5)}, 2.5),
+    ],
+    ids=["log", "count", "total-and-log", "total-alone", "loss", "numbers", "no-gradient"],
+)
+def test_only_parts_with_a_gradient_are_summed(output: dict[Any, Tensor], expected: float) -> None:
+    """What a dict of losses holds for a log is left out; where nothing has a gradient, everything counts."""
+    found = own_loss(output)
+    assert isinstance(found, Tensor)
+    assert float(found.detach()) == expected
