@@ -109,19 +109,29 @@ def test_a_limit_above_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @on_linux
-def test_limited_peak_is_what_the_limit_counts() -> None:
+@pytest.mark.slow
+def test_limited_peak_is_what_the_limit_counts(run_child: RunChild) -> None:
     """The peak is that of the limited counter, and a step's temporary memory counts although it is given back.
 
-    To a quarter of a MiB: the kernel counts resident pages in lots of 64.
+    To a quarter of a MiB: the kernel counts resident pages in lots of 64. In a process of its own, which has no hole in its
+    heap that the tensor could lie in.
     """
-    device = CpuDevice(ProcessLimit(2**60, "VmData", "ulimit -d"))
-    with device.steadied():
-        device.release()
-        before = status_bytes("VmData")
-        with device.watched(()) as watch:
-            tensor = torch.ones(64 * MIB, dtype=torch.uint8)
-            del tensor
-    assert 63.5 * MIB <= watch.peak_bytes - before <= 66 * MIB
+    added = run_child(
+        """
+        import torch
+        from autoaccum.devices.cpu import CpuDevice
+        from autoaccum.devices.limits import ProcessLimit, status_bytes
+        device = CpuDevice(ProcessLimit(2**60, "VmData", "ulimit -d"))
+        with device.steadied():
+            device.release()
+            before = status_bytes("VmData")
+            with device.watched(()) as watch:
+                tensor = torch.ones(64 * 2**20, dtype=torch.uint8)
+                del tensor
+        answer(watch.peak_bytes - before)
+        """
+    )
+    assert 63.5 * MIB <= added <= 66 * MIB
 
 
 @on_linux
@@ -145,7 +155,7 @@ def test_buffers_of_matrix_products_are_released(run_child: RunChild) -> None:
         """
     )
     assert held > 2 * MIB
-    assert left < MIB
+    assert left < held / 2
 
 
 @on_linux
