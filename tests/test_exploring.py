@@ -403,6 +403,19 @@ def test_model_that_cannot_be_predicted_does_not_run_out_of_memory_block_by_bloc
         assert len(search.log.trials) <= 2 + len(Exploration(search).divisions)
 
 
+@pytest.mark.parametrize(("edge", "sizes"), [(24, (24, 24)), (12, (12,) * 4)])
+def test_cliff_below_the_fastest_is_found(edge: int, sizes: tuple[int, ...]) -> None:
+    """Where micro-batches up to some size are far faster, as those that fit into a cache, half of the fastest shows it."""
+    seconds = lambda rows: (64 if rows <= edge else 512) * TICK_S  # noqa: E731
+    assert tune(Formula(seconds, room=24), 48).micro_batch_sizes == sizes
+
+
+def test_half_of_the_fastest_is_run_once() -> None:
+    """Where it is no faster, nothing below it is run."""
+    plan = tune(Formula(lambda rows: (64 + rows) * TICK_S, room=64), 64)
+    assert {trial.candidate.micro_batch for trial in plan.trials if trial.purpose == "confirm"} == {64, 32}
+
+
 def test_close_settings_are_measured_once_more() -> None:
     """Settings within a few percent of each other get a second trial in turn, others do not."""
     plan = tune(Formula(lambda rows: rows * TICK_S + 2**-14, room=16), 32)
