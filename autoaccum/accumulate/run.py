@@ -210,8 +210,6 @@ class Run:
         if agreement.limit < limit:
             self.cut.lower(agreement.limit)
         failure.forget()
-        gc.collect()
-        training.device.release()
         self._note_replay(agreement.limit, f"{failure.message.splitlines()[0]} ({self.cut.in_words(piece)}, {phase} pass)")
         return False
 
