@@ -613,3 +613,29 @@ def test_sequence_classification_of_transformers(transformers: Any, micro_batch:
     }
     whole = gradient_of(model(**batch).loss, model)
     assert relative(accumulated(model, batch, micro_batch=micro_batch), whole) <= EXACT
+
+
+# -- packed sequences
+
+
+class Last(nn.Module):
+    """The last state of a GRU, which says one of three classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.out = nn.GRU(2, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, rows: Any) -> Tensor:
+        out: Tensor = self.out(self.recurrent(rows)[1][0])
+        return out
+
+
+@pytest.mark.parametrize("enforce_sorted", [True, False])
+def test_packed_sequences(enforce_sorted: bool) -> None:
+    """Sequences of different length in one PackedSequence are cut with their labels, and the gradient is the whole one's."""
+    torch.manual_seed(0)
+    model, lengths = Last().double(), [9, 7, 6, 4, 3, 2, 1]
+    sequences = [torch.randn(length, 2, dtype=torch.float64) for length in (lengths if enforce_sorted else lengths[::-1])]
+    batch = (nn.utils.rnn.pack_sequence(sequences, enforce_sorted=enforce_sorted), torch.arange(7) % 3)
+    whole = gradient_of(functional.cross_entropy(model(batch[0]), batch[1]), model)
+    assert relative(accumulated(model, batch, micro_batch=3, loss_fn=functional.cross_entropy), whole) <= EXACT
