@@ -14,7 +14,7 @@ from autoaccum.search import Standing
 from autoaccum.session import Search
 from autoaccum.session.limit import find_limit
 from autoaccum.timing import timing_of
-from autoaccum.writing import batch_norm_remarks
+from autoaccum.writing import exactness_remarks
 
 
 class _Step(NamedTuple):
@@ -114,7 +114,7 @@ def _written(
         samples_per_s=None if timing is None else request.target_batch / timing.median_s,
         timing=timing,
         trials=tuple(search.log.trials),
-        warnings=(*search.all_warnings(), *_remarks(search), *batch_norm_remarks(search, len(own))),
+        warnings=(*search.all_warnings(), *_remarks(search), *exactness_remarks(search, len(own))),
         memory=search.workload.account(search.state_bytes),
         environment=search.environment(),
     )

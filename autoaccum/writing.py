@@ -8,6 +8,7 @@ from typing import Any, final
 
 import msgspec
 
+from autoaccum.batches.weights import UNKNOWN_LOSS
 from autoaccum.choose import Schedule, evidence, limited_by
 from autoaccum.exploring import Exploration, Explored
 from autoaccum.prediction.timeline import timeline_of
@@ -200,22 +201,26 @@ class _Writer:
         )
 
     def _remarks(self, steps: int) -> list[str]:
-        said = batch_norm_remarks(self._search, steps)
+        said = exactness_remarks(self._search, steps)
         noise = 0.0 if self._of_chosen is None or self._space.is_trivial else noise_frac(self._of_chosen.timing)
         if noise > SETTLED_FRAC:
             said.append(f"The step time is known to within {noise:.0%} only; settings closer than that count as equal.")
         return said
 
 
-def batch_norm_remarks(search: Search, steps: int) -> list[str]:
-    """What accumulation of so many micro-batches cannot make exact."""
-    layers = search.workload.training_batch_norms()
-    if not layers or steps == 1:
+def exactness_remarks(search: Search, steps: int) -> list[str]:
+    """What accumulation of so many micro-batches cannot make exact, or what it does not know to be so."""
+    if steps == 1:
         return []
-    return [
-        f"BatchNorm in train mode normalises by the micro-batch, so accumulating {steps} of them is not exactly "
-        f"the large batch for these layers: {', '.join(layers[:8])}" + (" ..." if len(layers) > 8 else "")
-    ]
+    layers, said = search.workload.training_batch_norms(), list[str]()
+    if layers:
+        said.append(
+            f"BatchNorm in train mode normalises by the micro-batch, so accumulating {steps} of them is not exactly "
+            f"the large batch for these layers: {', '.join(layers[:8])}" + (" ..." if len(layers) > 8 else "")
+        )
+    if search.workload.weigher.taken_at_its_word:
+        said.append(UNKNOWN_LOSS[0].upper() + UNKNOWN_LOSS[1:] + ".")
+    return said
 
 
 def _row_of(exploration: Exploration, one: Measured, is_chosen: bool) -> Setting:

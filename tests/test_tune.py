@@ -987,3 +987,10 @@ def test_torchscript_model(compiled: Callable[[nn.Module], nn.Module]) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert tune(model, 12).effective_batch == 12
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("target", "told"), [(6, True), (2, False)])
+def test_loss_of_ones_own_is_said_to_be_taken_at_its_word(target: int, told: bool) -> None:
+    """Where it is accumulated, a plan says that the loss may not be a mean over samples; one micro-batch is the whole."""
+    plan = tune(Fuse(2), target, loss_fn=lambda output, labels: F.cross_entropy(output, labels, weight=torch.ones(3)))
+    assert any("taken to be a mean over samples" in warning for warning in plan.warnings) == told

@@ -15,7 +15,7 @@ from autoaccum.accumulate.cut import Cut
 from autoaccum.accumulate.training import Training
 from autoaccum.batches.pieces import Piece, Window
 from autoaccum.batches.structure import tensors_in
-from autoaccum.batches.weights import IGNORED_LABELS, has_ignored_labels
+from autoaccum.batches.weights import IGNORED_LABELS, UNKNOWN_LOSS, has_ignored_labels
 from autoaccum.catching import Failure, attempted
 from autoaccum.devices import ERROR_ROWS
 from autoaccum.devices.base import Verdict, recognise
@@ -145,6 +145,9 @@ class Run:
             self._versions = [(tensor, tensor._version) for tensor in self._tensors_in_reach()]
             self._is_marked = True  # there is a mark of this window to go back to
         make = self.cut.again()
+        is_first = not training.counts["windows"] and not self._replays
+        if is_first and training.weigher.taken_at_its_word and len(self.cut.pieces) > 1:
+            logger.warning(UNKNOWN_LOSS)
         weights = self._weights(make)
         self._weight = float(sum(weights))
         self._in_step = True

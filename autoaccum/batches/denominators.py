@@ -86,8 +86,8 @@ def denominator_of(loss_fn: object) -> Denominator | None:
     """What this loss divides by, None where it is not one of torch's own.
 
     Args:
-        loss_fn: A loss module (or a subclass with torch's own forward), a function of `torch.nn.functional`, or a
-            `functools.partial` of one with keywords only.
+        loss_fn: A loss module (or a subclass with torch's own forward, or its bound `forward`), a function of
+            `torch.nn.functional`, or a `functools.partial` of one with keywords only.
 
     Example:
         >>> import torch
@@ -101,13 +101,23 @@ def denominator_of(loss_fn: object) -> Denominator | None:
         changed = "forward" in vars(loss_fn) or type(loss_fn).__call__ is not nn.Module.__call__ or loss_fn._forward_hooks
         row = None if changed else next((row for row in DENOMINATORS if type(loss_fn).forward is row.forward), None)
         return None if row is None else _denominator(row, {**vars(loss_fn), **loss_fn._buffers})
+    if _is_call_of_a_module(loss_fn):
+        return denominator_of(loss_fn.__self__)  # type: ignore[attr-defined]
     function, settings = loss_fn, dict[str, Any]()
     if isinstance(loss_fn, functools.partial) and not loss_fn.args:
         function, settings = loss_fn.func, dict(loss_fn.keywords)
+        if not settings:
+            return denominator_of(function)
     row = next((row for row in DENOMINATORS if function is row.function), None)
     if row is None or (settings.get("weight") is not None and row.function in _WEIGHTED_BY_ELEMENT):
         return None
     return _denominator(row, settings)
+
+
+def _is_call_of_a_module(loss_fn: object) -> bool:
+    """Whether it is the bound `forward` or `__call__` of a module, which is the module."""
+    module, function = getattr(loss_fn, "__self__", None), getattr(loss_fn, "__func__", None)
+    return isinstance(module, nn.Module) and function in (type(module).forward, type(module).__call__)
 
 
 def _denominator(row: DenominatorRow, settings: dict[str, Any]) -> Denominator | None:

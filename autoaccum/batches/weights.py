@@ -16,6 +16,11 @@ IGNORED_LABELS = (  # said where `has_ignored_labels` and rows are counted
     "some labels are -100, and weight='samples' weighs micro-batches by rows: if the loss is a mean over labels, pass "
     "weight=autoaccum.tokens('labels'), with shift=True for causal language models"
 )
+UNKNOWN_LOSS = (  # said where a loss is `taken_at_its_word` and there are several micro-batches
+    "loss_fn is none of torch's own losses, so it is taken to be a mean over samples; if it divides by something else, such "
+    "as the weights of the classes, or compares samples, accumulation is not exact: Accumulator.check(batch) tells, and "
+    "weight= says what it divides by"
+)
 
 
 @final
@@ -99,6 +104,11 @@ class Weigher:
         """Whether nothing of the batch has to be looked at."""
         denominator = self._denominator
         return self._count is None and (denominator is None or denominator.summed)
+
+    @property
+    def taken_at_its_word(self) -> bool:
+        """Whether the loss is one of the user's own of which nobody has said what it divides by."""
+        return self._count is None and self._loss_fn is not None and self._denominator is None
 
     def __call__(self, batch: Any, rows: int) -> float:
         """The weight of a micro-batch of so many rows.

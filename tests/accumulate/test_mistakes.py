@@ -126,6 +126,29 @@ def test_ignored_labels_weighed_by_rows_are_told(weight: Any, told: bool, caplog
     assert caplog.text.count("autoaccum.tokens('labels')") == told
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, 1),
+        ({"weight": lambda batch: len(batch[1])}, 0),
+        ({"micro_batch": 6}, 0),
+        ({"loss_fn": functional.cross_entropy}, 0),
+    ],
+    ids=["default", "weight", "one-micro-batch", "torch's"],
+)
+def test_loss_of_ones_own_is_taken_at_its_word_aloud(
+    options: dict[str, Any], told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loss that nobody knows and nobody has said a weight of may not split evenly: said once, with what tells."""
+    class_weight = torch.tensor([0.1, 1.0, 10.0])
+    model = nn.Linear(4, 3)
+    given = {"micro_batch": 2, "loss_fn": lambda o, t: functional.cross_entropy(o, t, weight=class_weight), **options}
+    acc = Accumulator(model, SGD(model.parameters(), lr=0.1), **given)
+    for _ in range(2):
+        acc.step((torch.randn(6, 4), torch.randint(3, (6,))))
+    assert caplog.text.count("Accumulator.check(batch) tells") == told
+
+
 def test_time_axis_is_not_cut_in_silence() -> None:
     """Where the model takes time first and every tensor has two dimensions in common, the user is asked."""
     model = nn.LSTM(6, 3)

@@ -362,6 +362,15 @@ def test_anything_else_is_not_recognised(loss_fn: Any) -> None:
     assert denominator_of(loss_fn) is None
 
 
+@pytest.mark.parametrize(
+    "call", [lambda m: m.forward, lambda m: m.__call__, functools.partial], ids=["forward", "call", "partial"]
+)
+def test_call_of_a_module_is_the_module(call: Any) -> None:
+    """A module's bound forward or call, and a partial without settings, divide by what the module divides by."""
+    assert is_the_whole(call(nn.CrossEntropyLoss(weight=CLASS_WEIGHT)), drawn(ROWS, CLASSES), labels(ROWS), (7, 4))
+    assert denominator_of(call(WithOwnForward())) is None
+
+
 def test_partial_of_a_partial() -> None:
     """A partial of a partial is one partial with the settings of both."""
     loss_fn = functools.partial(functools.partial(F.cross_entropy, weight=CLASS_WEIGHT), ignore_index=1)
