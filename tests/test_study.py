@@ -886,6 +886,7 @@ class Search:
     """A search in a process of its own, line by line."""
 
     def __init__(self, storage: str, nap_s: float = 0.0) -> None:
+        self.said: list[str] = []
         self.process = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(SOURCE), storage],
             stdout=subprocess.PIPE,
@@ -905,13 +906,14 @@ class Search:
         while number:
             line = self.process.stdout.readline()
             assert line, "it ended before"
+            self.said.append(line)
             number -= line.startswith('["started"')
 
     def rest(self) -> list[list[Any]]:
-        """Everything that it says up to its end."""
+        """Everything that it says up to its end, and has said before."""
         said, errors = self.process.communicate(timeout=120)
         assert self.process.returncode == 0, errors[-3000:]
-        return [json.loads(line) for line in said.splitlines()]
+        return [json.loads(line) for line in (*self.said, *said.splitlines())]
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
