@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from autoaccum.batches.carriers import Carrier, Cuts, carriers_of, described
+from autoaccum.batches.ragged import laid_end_to_end
 from autoaccum.batches.structure import covers, is_array, is_inside, is_plain_sequence, leaves_of, name_of, nodes_of
 from autoaccum.errors import InvalidRequestError
 from autoaccum.units import one_line, shown
@@ -104,7 +105,9 @@ def _refuse_sparse_rows(batch: Any, layout: Layout) -> None:
 
 
 def refuse_doubtful_layout(batch: Any, layout: Layout, batch_dim: BatchDim = None) -> None:
-    """Refuse a layout that was found where the rows may as well be in another dimension, as in time-major batches.
+    """Refuse a layout that was found where a cut may tear what belongs together.
+
+    The rows may as well be in another dimension, as in time-major batches, or be the tokens of sequences laid end to end.
 
     Raises:
         InvalidRequestError: With the names of the leaves and the remedy.
@@ -113,6 +116,7 @@ def refuse_doubtful_layout(batch: Any, layout: Layout, batch_dim: BatchDim = Non
         _refuse_other_reading(batch, layout)
     if batch_dim is None or isinstance(batch_dim, Mapping):
         _refuse_hidden_rows(batch, layout, batch_dim)
+        _refuse_laid_end_to_end(batch, layout, batch_dim)
 
 
 def _layout_by_vote(carriers: list[Carrier], rows: int | None, read_before: ListsRead) -> Layout:
@@ -231,6 +235,18 @@ def _refuse_hidden_rows(batch: Any, layout: Layout, batch_dim: Mapping[str | int
                 f"leaf {shown(name_of(path))} {shown(tuple(leaf.shape))} has no leading dimension of {layout.rows} rows, "
                 f"but another one of that length. {_REMEDY}"
             )
+
+
+def _refuse_laid_end_to_end(batch: Any, layout: Layout, batch_dim: Mapping[str | int, int | str | None] | None) -> None:
+    """Refuse to cut sequences that are laid end to end by tokens, or to part them from where they begin."""
+    laid = laid_end_to_end(batch, layout.cuts, {str(name) for name in batch_dim or ()})
+    if laid is not None:
+        bounds, sequences = shown(name_of(laid.bounds)), shown(name_of(laid.sequences))
+        raise InvalidRequestError(
+            f"leaf {bounds} says where sequences lie that are laid end to end in leaf {sequences}: cut by rows they would "
+            "be torn apart. Pass split=, give the sample as a callable n -> batch and train with ready micro-batches, or if "
+            f"{bounds} is something else, name it in batch_dim=."
+        )
 
 
 def _refuse_other_reading(batch: Any, layout: Layout) -> None:

@@ -1,0 +1,93 @@
+"""Sequences laid end to end are told by the leaf that says where they lie; what only looks a little like them is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from autoaccum.batches.layout import Layout, find_layout, refuse_doubtful_layout
+from autoaccum.batches.ragged import laid_end_to_end
+from autoaccum.errors import InvalidRequestError
+
+LENGTHS = torch.tensor([5, 3, 7, 2, 9, 4])
+TOKENS = int(LENGTHS.sum())
+ENDS = LENGTHS.cumsum(0)
+STARTS = ENDS - LENGTHS
+BOUNDS = torch.cat([STARTS, ENDS[-1:]])
+
+
+def tokens(kind: torch.dtype = torch.long) -> Tensor:
+    return torch.arange(TOKENS).remainder(7).to(kind)
+
+
+RAGGED: dict[str, tuple[dict[str, Any], str]] = {
+    "bags and their starts": ({"label": torch.ones(6), "text": tokens(), "offsets": STARTS}, "offsets"),
+    "bags and their lengths": ({"label": torch.ones(6), "text": tokens(), "lengths": LENGTHS}, "lengths"),
+    "attention over variable lengths": (
+        {"input_ids": tokens(), "labels": tokens(), "cu_seqlens": BOUNDS.int(), "max_seqlen": 9},
+        "cu_seqlens",
+    ),
+    "one sequence": ({"input_ids": tokens(), "labels": tokens(), "where": torch.tensor([0, TOKENS])}, "where"),
+    "graphs": ({"x": torch.ones(TOKENS, 4), "batch": tokens(), "y": torch.ones(6), "ptr": BOUNDS}, "ptr"),
+    "clouds of points": ({"coord": torch.ones(TOKENS, 3), "segment": tokens(), "end": ENDS}, "end"),
+    "arrays": ({"x": np.ones((TOKENS, 2)), "y": np.ones(TOKENS), "bounds": BOUNDS.numpy()}, "bounds"),
+    "an empty sequence": ({"x": torch.ones(9, 2), "y": torch.ones(9), "bounds": torch.tensor([0, 4, 4, 9])}, "bounds"),
+    "inside": ({"a": {"x": tokens(), "y": tokens()}, "b": {"bounds": BOUNDS}}, "b.bounds"),
+    "many starts without a name for it": (
+        {"y": torch.ones(8), "x": torch.ones(50), "where": torch.tensor([0, 4, 9, 13, 20, 28, 31, 44])},
+        "where",
+    ),
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "labels and a table": {"x": torch.ones(6, 2), "label": torch.tensor([0, 2, 4, 5, 7, 8]), "table": torch.ones(10, 3)},
+    "labels that sum up to a table": {
+        "x": torch.ones(4, 2),
+        "label": torch.tensor([1, 2, 3, 4]),
+        "table": torch.ones(10, 3),
+    },
+    "an index of the rows": {"x": torch.ones(9, 2), "index": torch.arange(9), "bank": torch.ones(64, 2)},
+    "lengths of padded rows": {"x": torch.ones(6, 9), "lengths": LENGTHS},
+    "bounds of all rows whole": {"input_ids": tokens()[None], "labels": tokens()[None], "cu_seq_lens_q": BOUNDS.int()},
+    "bounds of something else": {"x": torch.ones(6, 2), "y": torch.ones(6), "edges": torch.tensor([0, 3, 5, 11])},
+    "rows of another kind": {"x": torch.ones(6, 2), "where": torch.linspace(0, 30, 6), "table": torch.ones(30)},
+    "text": {"x": np.ones((3, 2)), "name": np.array(["a", "b", "c"]), "table": np.ones(8)},
+}
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_sequences_laid_end_to_end_are_refused(name: str) -> None:
+    """Cut by rows the sequences would be torn, or parted from where they begin; the error names the leaf and a way on."""
+    batch, bounds = RAGGED[name]
+    with pytest.raises(InvalidRequestError, match=rf"leaf '{bounds}' says where sequences lie .* torn apart\. Pass split="):
+        refuse_doubtful_layout(batch, find_layout(batch))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_batches_are_not(name: str) -> None:
+    """Labels, tables, lengths of padded rows and the like have nothing to do with it."""
+    batch = OTHERS[name]
+    assert laid_end_to_end(batch, find_layout(batch).cuts) is None
+
+
+def test_a_leaf_that_is_named_is_taken_at_its_word() -> None:
+    """Who says that the leaf is passed on whole knows what it is."""
+    batch, bounds = RAGGED["attention over variable lengths"]
+    layout = find_layout(batch, {bounds: None})
+    refuse_doubtful_layout(batch, layout, {bounds: None})
+    assert layout.rows == TOKENS
+
+
+def test_numbers_that_are_not_there_are_not_read() -> None:
+    """A batch on the meta device has no numbers to tell by."""
+    batch = {"x": torch.ones(TOKENS, device="meta"), "bounds": BOUNDS.to("meta")}
+    assert laid_end_to_end(batch, Layout(TOKENS, {("x",): 0}).cuts) is None
+
+
+def test_many_leaves_take_no_time() -> None:
+    """Every leaf is looked at once, not once for every other one."""
+    batch = {"bounds": BOUNDS, **{f"x{number}": torch.ones(3) for number in range(20_000)}}
+    assert laid_end_to_end(batch, {(f"x{number}",): 0 for number in range(20_000)}) is None
