@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from autoaccum.scaled_losses import refuse_scaled_loss
+
 _REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"  # its backward refuses `inputs=`
 
 
@@ -20,7 +22,7 @@ class Backward:
     walk over the graph each time.
 
     Args:
-        scaler: Multiplies the loss.
+        scaler: Multiplies the loss, which a training step must not have scaled itself.
         module: Whose parameters reentrant checkpointing may hide from a look at the graph.
         look_for_others: False where parameters stand in for others while they run, as FSDP's do.
     """
@@ -58,6 +60,7 @@ class Backward:
             return _Reach()
         kind = (_top_of(loss), len(parameters))  # parameters may join an optimizer, and a loss get another term
         if kind not in self._reach:
+            refuse_scaled_loss(loss, self._scaler)
             self._reach[kind] = _look(loss, {id(parameter) for parameter in parameters})
         return self._reach[kind]
 
