@@ -63,11 +63,11 @@ def _are_bounds(values: Tensor, total: int, name: str) -> bool:
     first, last, steps = int(values[0]), int(values[-1]), values.diff()
     if _NAMED_LENGTHS.search(name) and bool((values >= 0).all()) and int(values.sum()) == total:
         return True
-    if not len(steps) or first < 0 or bool((steps < 0).any()):
+    if not len(steps) or first < 0 or bool((steps < 0).any()) or bool((steps == 1).all()):  # an index of the rows rises by 1
         return False
     rises = bool((steps > 0).all())
-    if last == total:  # ends, with the first start or without
-        return first == 0 or (rises and len(steps) > 1)
-    if first != 0 or last > total or not rises or bool((steps == 1).all()):  # an index of the rows rises by 1
+    if last == total:  # ends, with the first start or without; labels in order are more than there are classes
+        return (first == 0 and (rises or total > len(values))) or (rises and len(steps) > 1)
+    if first != 0 or last > total or not rises:
         return False
     return len(values) >= _TELLING or _NAMED_STARTS.search(name) is not None  # starts

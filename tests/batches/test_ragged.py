@@ -50,6 +50,12 @@ OTHERS: dict[str, dict[str, Any]] = {
         "table": torch.ones(10, 3),
     },
     "an index of the rows": {"x": torch.ones(9, 2), "index": torch.arange(9), "bank": torch.ones(64, 2)},
+    "an index of the rows and a bank of one less": {
+        "x": torch.ones(9, 2),
+        "index": torch.arange(9),
+        "bank": torch.ones(8, 2),
+    },
+    "labels in order": {"x": torch.ones(6, 2), "label": torch.tensor([0, 0, 1, 1, 2, 3]), "anchors": torch.ones(3, 2)},
     "lengths of padded rows": {"x": torch.ones(6, 9), "lengths": LENGTHS},
     "bounds of all rows whole": {"input_ids": tokens()[None], "labels": tokens()[None], "cu_seq_lens_q": BOUNDS.int()},
     "bounds of something else": {"x": torch.ones(6, 2), "y": torch.ones(6), "edges": torch.tensor([0, 3, 5, 11])},
