@@ -240,8 +240,8 @@ def test_placing_costs_nothing_only_on_the_host(device: AbstractDevice) -> None:
 def test_one_size_has_one_peak(device: AbstractDevice) -> None:
     """Of five peaks of the same training steps under steady settings, three at least lie within 1 %.
 
-    Not all five: in a process that has run many other tests one in some hundred host peaks is off by a hidden activation
-    (8 MiB of 640), for a reason that is not known. Peaks that wander, as with the C library's usual settings, would fail.
+    Not all five: in processes that had run thousands of other tests the second was seen 7 and 8 MiB above the first, of 640,
+    for a reason that is not known. Peaks that wander, as with the C library's usual settings, would fail.
     """
     with device.steadied() as steadiness:
         peak_of_training(device, 2048)  # libraries are loaded by the first
