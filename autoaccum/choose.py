@@ -7,20 +7,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from autoaccum.divisions import divisions_in_words, largest_divisor, near_divisions, refuse_indivisible
 from autoaccum.errors import InvalidRequestError
 from autoaccum.records import Evidence, LimitedBy, OutOfMemory, PlanRecord, Record, Refused, Trial
-from autoaccum.schedule import (
-    divisions_in_words,
-    largest_divisor,
-    near_divisions,
-    proportional_sizes,
-    rank_sizes,
-    refuse_indivisible,
-    shares,
-    smallest,
-    split_rows,
-    steps_for,
-)
+from autoaccum.schedule import proportional_sizes, rank_sizes, shares, smallest, split_rows, steps_for
 from autoaccum.search import Standing
 
 

@@ -14,10 +14,10 @@ from typing import NamedTuple, final
 import msgspec
 
 from autoaccum.choose import Schedule, schedule_for
+from autoaccum.divisions import largest_divisor
 from autoaccum.errors import InvalidRequestError
 from autoaccum.foreseeing import Foresight
 from autoaccum.records import AS_IT_IS, Fit, Levers, Trial
-from autoaccum.schedule import largest_divisor
 from autoaccum.search import Standing, standing
 from autoaccum.session import Search
 from autoaccum.session.giving_up import cap_of_plans

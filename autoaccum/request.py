@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from autoaccum.divisions import refuse_indivisible
 from autoaccum.errors import InvalidRequestError
 from autoaccum.levers import check_asked
 from autoaccum.records import LimitedBy, Record
-from autoaccum.schedule import check_target, ladder, refuse_indivisible, whole_number
+from autoaccum.schedule import check_target, ladder, whole_number
 from autoaccum.units import shown
 
 ROWS_WITHOUT_BOUND = 1_048_576  # where nothing bounds the search: 2**20 rows

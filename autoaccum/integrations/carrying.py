@@ -7,9 +7,9 @@ import os
 
 import torch.distributed as dist
 
+from autoaccum.divisions import divisions_in_words, largest_divisor, near_divisions
 from autoaccum.errors import InvalidRequestError
 from autoaccum.plan import Plan
-from autoaccum.schedule import divisions_in_words, largest_divisor, near_divisions
 
 logger = logging.getLogger("autoaccum")
 
