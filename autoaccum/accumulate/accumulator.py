@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autoaccum.accumulate.finishing import finish
 from autoaccum.accumulate.own_loop import OpenWindow
 from autoaccum.accumulate.run import Run
 from autoaccum.accumulate.training import Training
@@ -132,7 +133,7 @@ class Accumulator:
         with run.contexts(), run.whole_or_undone():
             while not run.attempt():
                 pass
-            return run.finish()
+            return finish(run)
 
     def window(self, batch: Any) -> OpenWindow:
         """One window for a loop of one's own; see `OpenWindow`.

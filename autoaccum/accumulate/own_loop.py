@@ -9,6 +9,7 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
+from autoaccum.accumulate.finishing import finish
 from autoaccum.accumulate.run import TOO_LARGE, Run
 from autoaccum.calling import checked_loss
 from autoaccum.devices import ERROR_ROWS
@@ -106,7 +107,7 @@ class OpenWindow:
                 raise AutoaccumError(
                     "another rank ran out of memory, and a loop of one's own cannot be replayed; run the block again."
                 )
-            self._result = self._run.finish()
+            self._result = finish(self._run)
 
     def _advise(self, error: BaseException) -> None:
         run = self._run

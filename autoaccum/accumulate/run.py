@@ -1,4 +1,4 @@
-"""One window on its way: attempts until one goes through, and then the step."""
+"""One window on its way: attempts until one goes through on all ranks. `finishing` takes the step then."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from math import inf, isnan, nan
+from math import inf
 from typing import Any, TypeVar, final
 
 from torch import Tensor
@@ -17,14 +17,12 @@ from autoaccum.batches.pieces import Piece, Window
 from autoaccum.batches.structure import tensors_in
 from autoaccum.batches.weights import IGNORED_LABELS, UNKNOWN_LOSS, has_ignored_labels
 from autoaccum.catching import Failure, attempted
-from autoaccum.devices import ERROR_ROWS
-from autoaccum.devices.base import Verdict, recognise
+from autoaccum.devices.base import Verdict
 from autoaccum.engines import refuse_deferred_step
 from autoaccum.errors import AutoaccumError, InvalidRequestError, RankMismatchError
-from autoaccum.gradients import Accumulation, parameters_of, refuse_none, refuse_present
-from autoaccum.records import StepResult
+from autoaccum.gradients import Accumulation, parameters_of, refuse_present
 from autoaccum.reduction import Agreement, Standing, Status
-from autoaccum.window import Progress, Step, accumulate, take_step
+from autoaccum.window import Progress, accumulate
 from autoaccum.wrapped import unsynchronised
 
 T = TypeVar("T")
@@ -36,7 +34,10 @@ TOO_LARGE = (Verdict.TOO_LARGE, Verdict.UNCLEAR, Verdict.CEILING)
 
 @final
 class Run:
-    """One window on its way: attempts until one goes through, and then the step."""
+    """One window on its way: attempts until one goes through on all ranks.
+
+    `agreement` is then what the ranks said of it, `weight` this rank's part, `replays` how often it was begun again.
+    """
 
     def __init__(self, training: Training, batch: Any) -> None:
         self.training = training
@@ -47,13 +48,12 @@ class Run:
         self._batch = batch
         self._parameters = parameters_of(training.optimizer)
         self.cut = Cut(training.slicer, training.caps)
-        self._weight = 0.0
-        self._agreement: Agreement | None = None
+        self.weight = 0.0
+        self.agreement: Agreement | None = None
         self._versions: list[tuple[Tensor, int]] = []
-        self._replays = 0
+        self.replays = 0
         self._in_step = False  # with the other ranks, where they run together
         self._is_marked = False
-        self._others_step = False  # nothing that fails here keeps them from it
 
     def contexts(self) -> ExitStack:
         """The plan's levers on, the reducers of DistributedDataParallel off."""
@@ -145,11 +145,11 @@ class Run:
             self._versions = [(tensor, tensor._version) for tensor in self._tensors_in_reach()]
             self._is_marked = True  # there is a mark of this window to go back to
         make = self.cut.again()
-        is_first = not training.counts["windows"] and not self._replays
+        is_first = not training.counts["windows"] and not self.replays
         if is_first and training.weigher.taken_at_its_word and len(self.cut.pieces) > 1:
             logger.warning(UNKNOWN_LOSS)
         weights = self._weights(make)
-        self._weight = float(sum(weights))
+        self.weight = float(sum(weights))
         self._in_step = True
         self.scales = training.sharding.scales(weights, training.weigher.summed)
         wide = len(self.scales) > 1 or training.reducer.world_size > 1
@@ -241,13 +241,13 @@ class Run:
         """Hear how the window went on the other ranks; False when one of them ran out of memory."""
         training = self.training
         try:
-            standing = Standing(Status.DONE, self._weight, fingerprint=training.fingerprint())
+            standing = Standing(Status.DONE, self.weight, fingerprint=training.fingerprint())
             agreement = training.reducer.agree(standing, self._gradients())
         except BaseException:
             self.undo()
             raise
         if agreement.status is Status.DONE:
-            self._agreement, training.fingerprinted = agreement, True
+            self.agreement, training.fingerprinted = agreement, True
             return True
         lost = self._set_back()
         if lost:
@@ -257,96 +257,10 @@ class Run:
         return False
 
     def _note_replay(self, limit: float, where: str) -> None:
-        self._replays += 1
+        self.replays += 1
         self.training.counts["replays"] += 1
         cut = "cut otherwise" if limit == inf else f"in micro-batches of at most {limit:g}"
         logger.warning("the window is run again, %s: %s", cut, where)
-
-    def finish(self) -> StepResult:
-        """Take the step that all ranks agreed on."""
-        training, agreement = self.training, self._agreement
-        assert agreement is not None and self.accumulation is not None
-        sizes = tuple(piece.rows for piece in self.cut.pieces)
-        if not agreement.weight:
-            self.accumulation.discard()
-            training.counts["windows"] += 1
-            training.counts["skipped"] += 1
-            logger.warning("a window without any weight (no rows, or no labels that count) took no step")
-            return StepResult(loss=nan, weight=0.0, micro_batch_sizes=sizes, replays=self._replays, skipped=True)
-        part = 1.0 if training.weigher.summed else self._weight / agreement.weight
-        part = 1.0 / training.reducer.world_size if training.sharding.is_sharded else part
-        try:
-            step = self._step(agreement, part)
-            loss = 0.0 if self.loss is None else float(self.loss) * part
-        except BaseException as error:
-            self._give_up(error)
-            raise
-        try:
-            loss = training.reducer.settle(failed=False, loss=loss)
-        except RankMismatchError:
-            training.broken = True
-            raise
-        if isnan(loss) and step.taken:
-            logger.warning(
-                "the loss of a window is NaN though its gradient is finite: is a micro-batch without labels in it?"
-            )
-        training.counts["windows"] += 1
-        training.rewinder.learn()
-        if not step.taken:
-            training.counts["skipped"] += 1
-            logger.warning("a gradient was not finite: the window took no step")
-        self.cut.learn()
-        return StepResult(
-            loss=loss,
-            weight=agreement.weight,
-            micro_batch_sizes=sizes,
-            replays=self._replays,
-            skipped=not step.taken,
-            grad_norm=None if training.max_grad_norm is None else float(step.grad_norm),
-        )
-
-    def _step(self, agreement: Agreement, part: float) -> Step:
-        training = self.training
-        assert self.accumulation is not None
-        if not training.sharding.is_sharded:
-            training.reducer.reduce(self.accumulation, agreement, part)
-            if getattr(training.model, "broadcast_buffers", True):  # DistributedDataParallel's own switch
-                training.reducer.broadcast(training.module.buffers())
-        refuse_none(self.accumulation)
-        self._others_step = training.reducer.world_size > 1
-        step = take_step(
-            self.accumulation,
-            training.optimizer,
-            scaler=training.scaler,
-            max_grad_norm=training.max_grad_norm,
-            progress=self.progress,
-        )
-        if step.taken and training.scheduler is not None:
-            training.scheduler.step()
-        return step
-
-    def _give_up(self, error: BaseException) -> None:
-        """After an error when the gradients were complete; what the optimizer has done cannot be taken back."""
-        training = self.training
-        if self.progress.phase != "optimizer":
-            self.undo()
-        elif self.accumulation is not None:
-            self.accumulation.discard()
-        if training.scaler is not None:
-            with suppress(AssertionError):  # it has seen no gradient yet
-                training.scaler.update()
-        training.broken = training.broken or self._others_step
-        if self.progress.phase == "optimizer":
-            row = recognise(error, ERROR_ROWS)
-            if row is not None and row.verdict in TOO_LARGE:
-                error.add_note(
-                    "autoaccum does not replay an optimizer step: parameters and optimizer state may be changed in part. Go "
-                    "back to a checkpoint, and leave the optimizer more room: a smaller budget or micro_batch, or "
-                    "foreach=False."
-                )
-        if isinstance(error, Exception):
-            with suppress(RuntimeError, RankMismatchError):  # a lost connection: this rank's own error matters more
-                training.reducer.settle(failed=True, loss=0.0)
 
 
 def _raise_lost(lost: Sequence[str]) -> None:

@@ -515,7 +515,7 @@ def test_refusal_before_the_step_undoes_the_window() -> None:
     undone(acc, model, rows(), InvalidRequestError)
 
 
-@pytest.mark.parametrize("place", ["window.total_norm", "accumulate.run.refuse_none", "accumulate.run.Run.agree"])
+@pytest.mark.parametrize("place", ["window.total_norm", "accumulate.finishing.refuse_none", "accumulate.run.Run.agree"])
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, torch.OutOfMemoryError])
 def test_failure_between_the_last_backward_and_the_step(
     kind: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
