@@ -244,8 +244,8 @@ def _refuse_laid_end_to_end(batch: Any, layout: Layout, batch_dim: Mapping[str |
         bounds, sequences = shown(name_of(laid.bounds)), shown(name_of(laid.sequences))
         raise InvalidRequestError(
             f"leaf {bounds} says where sequences lie that are laid end to end in leaf {sequences}: cut by rows they would "
-            "be torn apart. Pass split=, give the sample as a callable n -> batch and train with ready micro-batches, or if "
-            f"{bounds} is something else, name it in batch_dim=."
+            "be torn apart. Pass split=, or give the sample as a callable n -> batch and train with a Window of ready "
+            f"micro-batches and weight=. If {bounds} is something else, name it in batch_dim=."
         )
 
 

@@ -19,10 +19,11 @@ _TELLING = 8  # so many class labels that rise from 0 are a chance of one in mil
 
 
 class Laid(NamedTuple):
-    """A leaf that says where the sequences lie, and one in which they lie."""
+    """A leaf that says where the sequences lie, one in which they lie, and how many they are."""
 
     bounds: tuple[str, ...]
     sequences: tuple[str, ...]
+    num: int
 
 
 def laid_end_to_end(batch: Any, cuts: Cuts, settled: Container[str] = ()) -> Laid | None:
@@ -45,7 +46,8 @@ def laid_end_to_end(batch: Any, cuts: Cuts, settled: Container[str] = ()) -> Lai
         values = torch.as_tensor(leaf).long()
         found = next((total for total in others if _are_bounds(values, total, name_of(path))), None)
         if found is not None:
-            return Laid(path, totals[found, path not in cuts])
+            has_both_ends = len(values) > 1 and int(values[0]) == 0 and int(values[-1]) == found
+            return Laid(path, totals[found, path not in cuts], len(values) - has_both_ends)
     return None
 
 

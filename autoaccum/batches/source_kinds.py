@@ -21,6 +21,7 @@ from autoaccum.batches.cutting import split_rows_of, take_rows
 from autoaccum.batches.layout import BatchDim, Layout, describe, find_layout, refuse_doubtful_layout
 from autoaccum.batches.opaque import SplitFn, opaque_length, parts_of
 from autoaccum.batches.packed_sequences import lengths_of
+from autoaccum.batches.ragged import laid_end_to_end
 from autoaccum.batches.structure import cloned, is_array, is_inside, item_size, leaves_of, nodes_of, tensors_in
 from autoaccum.errors import InvalidRequestError
 from autoaccum.units import format_bytes
@@ -176,10 +177,19 @@ def _check_row_count(batch: Any, count: int, batch_dim: BatchDim) -> None:
     parts = list(carriers_of(batch))
     sizes = {size for part in parts for size in part.readings}
     sizes |= {int(size) for tensor in tensors_in(batch) for size in tensor.shape}
-    if parts and count not in sizes:
+    if parts and count not in sizes and not _holds_sequences(batch, count):
         raise InvalidRequestError(
             f"the sample function was asked for {count} rows and returned other ones: {described(parts)}."
         )
+
+
+def _holds_sequences(batch: Any, count: int) -> bool:
+    """Whether so many sequences are laid end to end in it."""
+    try:
+        laid = laid_end_to_end(batch, find_layout(batch).cuts)
+    except InvalidRequestError:
+        return False
+    return laid is not None and laid.num == count
 
 
 @final

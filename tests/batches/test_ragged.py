@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import autoaccum
 from autoaccum.batches.layout import Layout, find_layout, refuse_doubtful_layout
 from autoaccum.batches.ragged import laid_end_to_end
+from autoaccum.batches.sources import source_of
 from autoaccum.errors import InvalidRequestError
 
 LENGTHS = torch.tensor([5, 3, 7, 2, 9, 4])
@@ -79,6 +81,14 @@ def test_other_batches_are_not(name: str) -> None:
     assert laid_end_to_end(batch, find_layout(batch).cuts) is None
 
 
+@pytest.mark.parametrize("name", ["bags and their starts", "bags and their lengths", "graphs", "clouds of points"])
+def test_sequences_are_counted(name: str) -> None:
+    """However their places are given, they are six."""
+    batch, _ = RAGGED[name]
+    laid = laid_end_to_end(batch, find_layout(batch).cuts)
+    assert laid is not None and laid.num == 6
+
+
 def test_a_leaf_that_is_named_is_taken_at_its_word() -> None:
     """Who says that the leaf is passed on whole knows what it is."""
     batch, bounds = RAGGED["attention over variable lengths"]
@@ -97,3 +107,49 @@ def test_many_leaves_take_no_time() -> None:
     """Every leaf is looked at once, not once for every other one."""
     batch = {"bounds": BOUNDS, **{f"x{number}": torch.ones(3) for number in range(20_000)}}
     assert laid_end_to_end(batch, {(f"x{number}",): 0 for number in range(20_000)}) is None
+
+
+def bags(first: int, last: int) -> dict[str, Tensor]:
+    """Bags of words, laid end to end."""
+    lengths = torch.tensor([3 + index % 4 for index in range(first, last)])
+    text = torch.cat([torch.arange(3 + index % 4) + index for index in range(first, last)])
+    return {"label": torch.arange(first, last) % 3, "text": text, "offsets": lengths.cumsum(0) - lengths}
+
+
+def rows_laid_end_to_end(first: int, last: int) -> dict[str, Tensor]:
+    """Sequences for attention over variable lengths."""
+    found = bags(first, last)
+    bounds = torch.cat([found["offsets"], torch.tensor([len(found["text"])])])
+    return {"input_ids": found["text"], "labels": found["text"], "cu_seqlens": bounds.int()}
+
+
+@pytest.mark.parametrize("make", [bags, rows_laid_end_to_end])
+def test_a_function_of_the_number_of_sequences_is_a_sample(make: Any) -> None:
+    """It is asked for so many sequences, and is known to have returned them though nothing has that many rows."""
+    source = source_of(lambda count: make(0, count))
+    assert [len(part["offsets" if make is bags else "cu_seqlens"]) for part in source.micro_batches([3, 2])] == (
+        [3, 2] if make is bags else [4, 3]
+    )
+
+
+def test_a_window_of_ready_ones_is_exact() -> None:
+    """Ready micro-batches that the caller weighs have the gradient of all bags at once."""
+    torch.manual_seed(0)
+    table, head = nn.EmbeddingBag(32, 4, dtype=torch.float64), nn.Linear(4, 3, dtype=torch.float64)
+    model = nn.ModuleList([table, head])
+
+    def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(head(table(batch["text"], batch["offsets"])), batch["label"])
+
+    expected = torch.autograd.grad(step(model, bags(0, 9)), list(model.parameters()))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    acc = autoaccum.Accumulator(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        micro_batch=6,
+        training_step=step,
+        weight=lambda batch: len(batch["label"]),
+    )
+    acc.step(autoaccum.Window([bags(0, 2), bags(2, 9)]))
+    moved = [old - new.detach() for old, new in zip(before, model.parameters(), strict=True)]
+    assert all(torch.allclose(*pair, rtol=0, atol=1e-12) for pair in zip(moved, expected, strict=True))
