@@ -60,7 +60,8 @@ class Backward:
             return _Reach()
         kind = (_top_of(loss), len(parameters))  # parameters may join an optimizer, and a loss get another term
         if kind not in self._reach:
-            refuse_scaled_loss(loss, self._scaler)
+            if self._scaler is not None:
+                refuse_scaled_loss(loss, self._scaler)
             self._reach[kind] = _look(loss, {id(parameter) for parameter in parameters})
         return self._reach[kind]
 
