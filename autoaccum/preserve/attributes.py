@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from autoaccum.preserve.restoring import Restore, refill
+from autoaccum.preserve.restoring import Restore, differs, refill
 
+_MISSING = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-def keep_held_tensors(own: dict[str, Any], skip: Collection[str]) -> Restore:
+def keep_held_tensors(own: dict[str, Any], skip: Collection[str]) -> Callable[[], bool]:
     """How to put back which tensors these attributes hold, by themselves or in lists and dicts, without their values.
+
+    What is returned says whether there was anything to put back.
 
     Args:
         own: The attributes, as `vars` gives them.
@@ -29,14 +32,17 @@ def keep_held_tensors(own: dict[str, Any], skip: Collection[str]) -> Restore:
     had_tensors = {name for name, value in attributes.items() if _holds_tensors(value)}
     contents = _keep_contents(list(attributes.values()))
 
-    def put_back() -> None:
+    def put_back() -> bool:
+        differing = False
         for name in had_tensors.union(name for name, value in _without(own, skip).items() if _holds_tensors(value)):
+            differing = differing or name not in attributes or own.get(name, _MISSING) is not attributes[name]
             if name in attributes:
                 own[name] = attributes[name]
             else:
                 del own[name]
         for put_contents_back in contents:
-            put_contents_back()
+            differing = put_contents_back() or differing
+        return differing
 
     return put_back
 
@@ -92,9 +98,9 @@ def _holds_tensors(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
 
-def _keep_contents(nodes: Iterable[Any]) -> list[Restore]:
+def _keep_contents(nodes: Iterable[Any]) -> list[Callable[[], bool]]:
     """How to empty lists and dicts, nested ones as well, of the tensors that were put into them, and to refill them."""
-    found: list[Restore] = []
+    found: list[Callable[[], bool]] = []
     for node in nodes:
         if type(node) in (list, dict):
             found.append(partial(_put_contents_back, node, copy.copy(node)))
@@ -103,10 +109,13 @@ def _keep_contents(nodes: Iterable[Any]) -> list[Restore]:
     return found
 
 
-def _put_contents_back(node: Any, before: Any) -> None:
+def _put_contents_back(node: Any, before: Any) -> bool:
     if not _holds_tensors(node) and not _holds_tensors(before):
-        return  # what is noted in a list, such as the sizes of batches, is a log of the user's
+        return False  # what is noted in a list, such as the sizes of batches, is a log of the user's
     if isinstance(node, dict):
+        differing = differs(node, before)
         refill(node, before)
     else:
+        differing = len(node) != len(before) or any(one is not other for one, other in zip(node, before, strict=True))
         node[:] = before
+    return differing

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, final
 
 from torch import nn
 
 from autoaccum.preserve.attributes import keep_held_tensors, keep_plain
-from autoaccum.preserve.restoring import Restore, refill
+from autoaccum.preserve.restoring import Restore, differs, refill
 
 # The module's own registries of hooks, in torch.nn.Module.__init__.
 _HOOK_REGISTRIES = (
@@ -32,27 +32,41 @@ _LOOKED_AFTER = (*_REGISTRIES, *_MARKS)
 _WRAPPERS = ("torch.nn.parallel", "torch._dynamo")
 
 
-def keep_module(module: nn.Module) -> Restore:
-    """How to put this module back as it is now, without the modules inside it and the values of its tensors."""
-    # TorchScript has registries of its own kind, out of which nothing can be taken.
-    registries = {name: dict(vars(module)[name]) for name in _REGISTRIES if isinstance(vars(module).get(name), dict)}
-    marks = {name: copy.copy(vars(module)[name]) for name in _MARKS if name in vars(module)}
-    tensors = keep_held_tensors(vars(module), _LOOKED_AFTER)
+@final
+class KeptModule:
+    """A module as it is now, without the modules inside it and the values of its tensors."""
 
-    def put_back() -> None:
-        for name, before in registries.items():
-            refill(vars(module)[name], before)
-        vars(module).update((name, copy.copy(mark)) for name, mark in marks.items())
-        tensors()
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        own = vars(module)
+        # TorchScript has registries of its own kind, out of which nothing can be taken.
+        self._registries = {name: dict(own[name]) for name in _REGISTRIES if isinstance(own.get(name), dict)}
+        self._marks = {name: copy.copy(own[name]) for name in _MARKS if name in own}
+        self._tensors = keep_held_tensors(own, _LOOKED_AFTER)
+        is_wrapper = type(module).__module__.startswith(_WRAPPERS)
+        self._plain: Restore = (lambda: None) if is_wrapper else keep_plain(own, _LOOKED_AFTER)
 
-    return put_back
+    def has_other_hooks(self) -> bool:
+        """Whether hooks were registered or removed since."""
+        return any(self._has_changed(name) for name in _HOOK_REGISTRIES)
 
+    def put_back(self, *, whole: bool) -> None:
+        """As it was.
 
-def keep_own_state(module: nn.Module) -> Restore:
-    """How to put back the counters, flags and texts that the module keeps in attributes, which steps may change."""
-    if type(module).__module__.startswith(_WRAPPERS):
-        return lambda: None
-    return keep_plain(vars(module), _LOOKED_AFTER)
+        Args:
+            whole: Counters, flags and texts in attributes too. They are in any case where other tensors are held than
+                before: the length of a table of positions goes with the table.
+        """
+        has_other_tensors = any(self._has_changed(name) for name in _REGISTRIES if name not in _HOOK_REGISTRIES)
+        for name, before in self._registries.items():
+            refill(vars(self._module)[name], before)
+        vars(self._module).update((name, copy.copy(mark)) for name, mark in self._marks.items())
+        has_other_tensors = self._tensors() or has_other_tensors
+        if whole or has_other_tensors:
+            self._plain()
+
+    def _has_changed(self, name: str) -> bool:
+        return name in self._registries and differs(vars(self._module)[name], self._registries[name])
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,10 +22,14 @@ def run_all(restores: Iterable[Restore], failures: list[RuntimeError]) -> None:
 
 def refill(registry: MutableMapping[Any, Any], before: dict[Any, Any]) -> None:
     """Restore a registry in place, keeping its identity and order."""
-    unchanged = list(registry) == list(before) and all(registry[key] is value for key, value in before.items())
-    if not unchanged:
+    if differs(registry, before):
         registry.clear()
         registry.update(before)
+
+
+def differs(registry: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
+    """Whether other objects are in a registry than before, or in another order."""
+    return list(registry) != list(before) or any(registry[key] is not value for key, value in before.items())
 
 
 @contextmanager

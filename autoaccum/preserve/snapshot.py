@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from autoaccum.preserve.ambient import keep_random_states, keep_settings
 from autoaccum.preserve.attributes import generators_in, keep_generator
-from autoaccum.preserve.modules import keep_module, keep_own_state, plain_attributes
+from autoaccum.preserve.modules import KeptModule, plain_attributes
 from autoaccum.preserve.optimizers import keep_optimizer, optimizers_in, own_attributes
 from autoaccum.preserve.restoring import run_all, uninterrupted
 from autoaccum.preserve.tensors import keep_tensor
@@ -33,8 +34,8 @@ def preserved(
     Kept: parameters, buffers, gradients, `requires_grad`, train/eval flags, hooks, tensors that modules hold as plain
     attributes or in lists and dicts there, optimizer state and parameter groups (of optimizers inside an optimizer too), the
     generators of python, numpy, torch, the device and those that modules hold, grad mode, autocast, default dtype and the
-    flags of `torch.backends`. Counters, flags and texts that modules hold are put back on the way out alone: what counts the
-    calls of a search goes on counting from one trial to the next.
+    flags of `torch.backends`. Counters, flags and texts that modules hold are put back on the way out alone, or with hooks
+    and tensors that they belong to: what counts the calls of a search goes on counting from one trial to the next.
 
     Args:
         model: Its tensors are restored in place, so views and tied weights stay what they are.
@@ -64,9 +65,8 @@ class Snapshot:
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, *, device: torch.device, on_disk: bool) -> None:
         self._vault = Vault(on_disk)
         optimizers = optimizers_in(optimizer)
-        self._restores = [keep_module(module) for module in model.modules()]
-        self._restores += [keep_optimizer(one) for one in optimizers]
-        self._own_state = [keep_own_state(module) for module in model.modules()]
+        self._modules = [KeptModule(module) for module in model.modules()]
+        self._optimizers = [keep_optimizer(one) for one in optimizers]
         try:
             self._tensors = [keep_tensor(tensor, self._vault) for tensor in _tensors_of(model, optimizers)]
             self._vault.flush()
@@ -80,15 +80,18 @@ class Snapshot:
         """Put everything back; Ctrl-C waits until that is done.
 
         Args:
-            whole: Counters, flags and texts that modules hold as well.
+            whole: Counters, flags and texts that modules hold as well. They are in any case with hooks that were registered
+                in between: "hooks are installed" is one of those flags.
 
         Raises:
             RuntimeError: The first error of a part that could not be put back, after all other parts were.
         """
         failures: list[RuntimeError] = []
         with uninterrupted():
+            whole = whole or any(module.has_other_hooks() for module in self._modules)
+            modules = [partial(module.put_back, whole=whole) for module in self._modules]
             with torch.no_grad():
-                run_all((*self._restores, *(self._own_state if whole else ()), *self._tensors), failures)
+                run_all((*modules, *self._optimizers, *self._tensors), failures)
             run_all(self._ambient, failures)  # grad mode is one of them, and leaving `no_grad` sets it as well
         if failures:
             raise failures[0]

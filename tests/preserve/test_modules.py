@@ -132,6 +132,35 @@ def test_counters_go_on_between_trials() -> None:
     assert layer.calls == 0
 
 
+def test_a_flag_goes_with_the_hooks_it_is_of() -> None:
+    """A hook that a first forward pass installs is gone between trials, and so is the flag that says that it is there."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model.calls = 0
+    with preserved(model, device=CPU) as snapshot:
+        model[0].register_forward_hook(lambda module, inputs, output: output)
+        model.installed, model.calls = True, 1
+        snapshot.restore()
+        assert not hasattr(model, "installed") and not model[0]._forward_hooks
+        assert model.calls == 0
+
+
+@pytest.mark.parametrize("held", ["buffer", "attribute", "dict"])
+def test_a_number_goes_with_the_tensors_it_is_of(held: str) -> None:
+    """A table that grows with the longest sequence is as before between trials, and so is the length it has."""
+    layer, other = nn.Linear(2, 2), nn.ReLU()
+    layer.register_buffer("table", torch.zeros(0), persistent=False)
+    layer.own, layer.by_name, layer.length, other.calls = torch.zeros(0), {}, 0, 0
+    with preserved(nn.Sequential(layer, other), device=CPU) as snapshot:
+        if held == "dict":
+            layer.by_name["table"] = torch.ones(7)
+        else:
+            setattr(layer, "table" if held == "buffer" else "own", torch.ones(7))
+        layer.length, other.calls = 7, 1
+        snapshot.restore()
+        assert (len(layer.table), len(layer.own), layer.by_name, layer.length) == (0, 0, {}, 0)
+        assert other.calls == 1  # which has no tensors
+
+
 def test_logs_are_the_users() -> None:
     """A list of numbers, such as the sizes that were seen, and an object of the user's own keep what was put into them."""
     layer = nn.Linear(2, 2)

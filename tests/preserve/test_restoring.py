@@ -14,8 +14,8 @@ from .networks import CPU, LostDevice, both_places, disturb, state_of, trained_n
 
 
 def interrupted(snapshot: Snapshot) -> None:
-    """Let Ctrl-C arrive as the first thing that a restore does."""
-    snapshot._restores.insert(0, lambda: signal.raise_signal(signal.SIGINT))
+    """Let Ctrl-C arrive in the midst of a restore: modules are back, optimizers and tensors are not yet."""
+    snapshot._optimizers.insert(0, lambda: signal.raise_signal(signal.SIGINT))
 
 
 @both_places
@@ -85,7 +85,7 @@ def test_lost_device_after_success_is_an_error() -> None:
         snapshot._tensors.append(lost)
 
 
-@pytest.mark.parametrize("where", ["_restores", "_tensors", "_ambient"])
+@pytest.mark.parametrize("where", ["_optimizers", "_tensors", "_ambient"])
 def test_lost_device_does_not_stop_the_rest(where: str) -> None:
     """What can be put back is, though another part refuses."""
     model, optimizer = trained_network()
