@@ -5,44 +5,28 @@ Knows no plan and no budget. Everything is put back, bit for bit.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import islice
 from math import inf, isfinite, sqrt
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
 
-from autoaccum.batches.cutting import split_rows_of
-from autoaccum.batches.layout import find_layout
-from autoaccum.batches.sources import source_of
 from autoaccum.batches.structure import cloned
 from autoaccum.batches.weights import Tokens, tokens
 from autoaccum.checking.dropout import without_dropout
 from autoaccum.engines import own_optimizer
 from autoaccum.errors import InvalidRequestError
+from autoaccum.integrations.trainer.few_rows import Rows
 from autoaccum.integrations.trainer.windows import Weighing, Windows, rows_of
 from autoaccum.integrations.trainer.workload import replaced
 from autoaccum.preserve import preserved
 
-_ROWS = 8
-_LOOKED_AT = 64
+_PIECE = 2**20  # elements
 # Relative errors of correct windows: about 1e-7 in float32, 1e-3 with TF32, 1e-2 in bfloat16. A wrong scale is far above.
-_TOLERANCE, _COARSE_TOLERANCE = 5e-3, 4e-2
+_FINE_TOLERANCE, _TOLERANCE, _COARSE_TOLERANCE = 5e-5, 5e-3, 4e-2
 _BEYOND_DOUBT, _CLEARLY = 5e-6, 3.0  # float32's own rounding; errors that differ by less than this factor are equal
-
-
-class Rows(NamedTuple):
-    """The same rows as one batch, and cut into uneven micro-batches in two ways.
-
-    Over one cut the micro-batches may happen to have equally many labels, and a mean of their means to be right.
-    """
-
-    whole: Any
-    cuts: list[list[Any]]
 
 
 class Finding(NamedTuple):
@@ -51,42 +35,54 @@ class Finding(NamedTuple):
     Attributes:
         error: Relative error of the trainer's own window.
         norm_ratio: Norm of its gradient over that of the whole batch.
-        num_parts: Micro-batches of the window that was looked at.
-        weighing: What makes it exact; None where it is already.
+        num_parts: Micro-batches of the first window that was looked at.
+        weighing: What makes it right; None where it is already.
+        left: The relative error with it.
+        is_exact: Whether what is left is rounding.
     """
 
     error: float
     norm_ratio: float
     num_parts: int
     weighing: Weighing | None
+    left: float
+    is_exact: bool
 
 
-def examined(trainer: Any, rows: Rows, weighings: Sequence[Weighing]) -> Finding:
+def examined(trainer: Any, several: Sequence[Rows], weighings: Sequence[Weighing]) -> Finding:
     """Measure the trainer's own accumulation, and where it is in doubt the weighings, and find the one that is right.
+
+    Args:
+        trainer: Whose `compute_loss` and scaling are measured.
+        several: Each is a batch of its own; what is right is right for all of them.
+        weighings: What may be, the likeliest first.
 
     Raises:
         InvalidRequestError: When none is.
     """
-    tolerance = _TOLERANCE if _is_float32(trainer.model) else _COARSE_TOLERANCE
+    rounding, tolerance = _rounding_of(trainer.model), _TOLERANCE if _is_float32(trainer.model) else _COARSE_TOLERANCE
     with _quiet(trainer):
-        whole = _gradient(trainer, rows.whole)
-        error, ratio = _compared(whole, trainer, rows.cuts, None)
+        error, ratio = max(_compared(_gradient(trainer, rows.whole), trainer, rows.cuts, None) for rows in several)
         if not isfinite(ratio):
             raise InvalidRequestError(
                 "the gradient of a few rows is zero or not finite, so the scaling of the loss could not be checked; look at "
                 "the loss of a small batch first, or pass check=False."
             )
-        in_doubt = error > _BEYOND_DOUBT
-        errors = [_compared(whole, trainer, rows.cuts, weighing)[0] for weighing in weighings] if in_doubt else []
-    best = min(errors, default=inf)
+        errors = [0.0] * len(weighings)
+        for rows in several if error > _BEYOND_DOUBT else ():
+            whole = _gradient(trainer, rows.whole)
+            found = [_compared(whole, trainer, rows.cuts, weighing)[0] for weighing in weighings]
+            errors = list(map(max, errors, found))
+    best = min(errors, default=inf) if error > _BEYOND_DOUBT else inf
+    num_parts = len(several[0].cuts[0])
     if error <= max(_BEYOND_DOUBT, min(tolerance, best * _CLEARLY)):
-        return Finding(error, ratio, len(rows.cuts[0]), None)
+        return Finding(error, ratio, num_parts, None, error, error <= rounding)
     if best <= tolerance:  # several may be right on these rows: the likeliest
         index = next(index for index, found in enumerate(errors) if found <= max(_BEYOND_DOUBT, best * _CLEARLY))
-        return Finding(error, ratio, len(rows.cuts[0]), weighings[index])
+        return Finding(error, ratio, num_parts, weighings[index], errors[index], errors[index] <= rounding)
     tried = ", ".join(f"{weighing.name}: {found:.2g}" for weighing, found in zip(weighings, errors, strict=True))
     raise InvalidRequestError(
-        f"the gradient that this trainer accumulates is not that of the big batch: over {len(rows.cuts[0])} uneven "
+        f"the gradient that this trainer accumulates is not that of the big batch: over {num_parts} uneven "
         f"micro-batches it is wrong by {error:.2g} (its norm is {ratio:.3f} times the right one), and no known weight of "
         f"micro-batches makes it right ({tried}). Where the loss is a mean over something else (weighted classes, masked "
         "pixels), pass weight=batch -> number, what it is a mean over. Where it compares rows with each other or has a term "
@@ -124,73 +120,6 @@ def weighing_of(weight: object) -> Weighing:
         f"weight={weight!r} is unknown; expected None (measured), 'samples', autoaccum.tokens('labels'), or a function "
         "micro-batch -> number."
     )
-
-
-# -- the rows
-
-
-def few_rows(loader_or_sample: Any, at_most: int) -> Rows:
-    """A few rows with as different labels as there are, at least two.
-
-    Raises:
-        InvalidRequestError: When there are not two, or they cannot be divided.
-    """
-    count = max(2, min(_ROWS, at_most))
-    if isinstance(loader_or_sample, DataLoader):
-        items = _uneven_items(loader_or_sample, count)
-        if items is not None:
-            return _collated(items, loader_or_sample.collate_fn)
-    whole = source_of(loader_or_sample).varied(count)
-    layout = find_layout(whole)
-    return Rows(whole, [split_rows_of(whole, layout, sizes) for sizes in _uneven(layout.rows)])
-
-
-def _uneven_items(loader: DataLoader[Any], count: int) -> list[Any] | None:
-    """Those with the fewest and those with the most labels; None where the loader does not collate items."""
-    if loader.batch_size is None and loader.batch_sampler is None:
-        return None
-    dataset: Any = loader.dataset
-    if isinstance(dataset, IterableDataset):
-        items = list(islice(iter(dataset), _LOOKED_AT))
-    else:
-        looked_at = min(len(dataset), _LOOKED_AT)
-        items = [dataset[position * len(dataset) // looked_at] for position in range(looked_at)]
-    if len(items) < 2:
-        raise InvalidRequestError(f"the training data has {len(items)} rows; expected at least 2.")
-    items = sorted(items, key=_num_labels, reverse=True)
-    half = min(count, len(items)) // 2
-    return [*items[: min(count, len(items)) - half], *items[len(items) - half :]]
-
-
-def _num_labels(item: Any) -> int:
-    labels = item.get("labels") if hasattr(item, "get") else None
-    if labels is None:
-        labels = item.get("input_ids") if hasattr(item, "get") else None
-    try:
-        return int((torch.as_tensor(labels) != -100).sum())
-    except (TypeError, ValueError, RuntimeError):
-        return 0
-
-
-def _collated(items: list[Any], collate: Any) -> Rows:
-    """Collated once, since collators may draw at random, and cut; where a batch cannot be cut, collated apart."""
-    whole = collate(copy.deepcopy(items))
-    try:
-        layout = find_layout(whole, rows=len(items))
-    except InvalidRequestError:
-        return Rows(whole, [[collate(copy.deepcopy(part)) for part in _cut(items, sizes)] for sizes in _uneven(len(items))])
-    return Rows(whole, [split_rows_of(whole, layout, sizes) for sizes in _uneven(len(items))])
-
-
-def _cut(items: list[Any], sizes: list[int]) -> list[list[Any]]:
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [items[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-
-
-def _uneven(count: int) -> list[list[int]]:
-    """Two cuts into micro-batches of different sizes: equal ones hide wrong weights."""
-    found = {2: [1, 1], 3: [2, 1], 4: [3, 1], 5: [3, 2], 6: [3, 2, 1], 7: [4, 2, 1]}.get(count, [3, count - 5, 2])
-    return [found, found[::-1]]
 
 
 # -- the measurement
@@ -257,19 +186,34 @@ def _distance(whole: Sequence[Tensor | None], parameters: Iterable[nn.Parameter]
     for first, parameter in zip(whole, parameters, strict=True):
         if first is None and parameter.grad is None:
             continue
-        one, other = _dense(first), _dense(parameter.grad)
-        for index, value in enumerate((one, other, other - one)):
-            squares[index] += float(value.square().sum())
+        for one, other in _in_pieces(first, parameter.grad):
+            for index, value in enumerate((one, other, other - one)):
+                squares[index] += float(value.square().sum())
     norm, other_norm, difference = (sqrt(value) if isfinite(value) else inf for value in squares)
     if norm == 0 or not isfinite(norm):
         return inf, inf
     return difference / norm, other_norm / norm
 
 
-def _dense(gradient: Tensor | None) -> Tensor:
-    if gradient is None:
-        return torch.zeros((), dtype=torch.float64)
-    return (gradient.to_dense() if gradient.is_sparse else gradient).detach().to("cpu", torch.float64)
+def _in_pieces(first: Tensor | None, second: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Two gradients side by side in float64, in pieces: copies of a whole embedding may not fit; None is zero."""
+    one, other = (None if gradient is None else _flat(gradient) for gradient in (first, second))
+    zero = torch.zeros((), dtype=torch.float64)
+    for start in range(0, max(0 if flat is None else len(flat) for flat in (one, other)), _PIECE):
+        pieces = [zero if flat is None else flat[start : start + _PIECE].to("cpu", torch.float64) for flat in (one, other)]
+        yield pieces[0], pieces[1]
+
+
+def _flat(gradient: Tensor) -> Tensor:
+    return (gradient.to_dense() if gradient.is_sparse else gradient).detach().flatten()
+
+
+def _rounding_of(model: nn.Module) -> float:
+    """The largest relative error of a window that is right."""
+    if not _is_float32(model):
+        return _COARSE_TOLERANCE
+    on_host = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    return _FINE_TOLERANCE if on_host or torch.get_float32_matmul_precision() == "highest" else _TOLERANCE
 
 
 def _is_float32(model: nn.Module) -> bool:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
-import torch
 
+from autoaccum.catching import Failure, attempted
+from autoaccum.devices.base import Verdict
 from autoaccum.errors import InvalidRequestError
+from autoaccum.integrations.trainer.few_rows import few_rows
 from autoaccum.integrations.trainer.refusals import refuse_untunable, refuse_without_data
-from autoaccum.integrations.trainer.scaling import Finding, examined, few_rows, weighing_of, weighings_for
+from autoaccum.integrations.trainer.scaling import Finding, examined, weighing_of, weighings_for
 from autoaccum.integrations.trainer.training import Tuned, tuned_callback
 from autoaccum.integrations.trainer.windows import Weighing
 from autoaccum.integrations.trainer.workload import (
@@ -20,6 +23,7 @@ from autoaccum.integrations.trainer.workload import (
     as_in_training,
     optimizer_of,
     refuse_other_batch_size,
+    silenced,
     train_loader,
 )
 from autoaccum.levers.space import LEVERS
@@ -28,6 +32,7 @@ from autoaccum.preserve import random_states_kept
 from autoaccum.ranks import Ranks
 from autoaccum.tune import autotune
 
+_COMPARED_NUMBERS = 10**9  # gradients of some batches, each in host memory: some ten seconds
 _LOG = logging.getLogger("autoaccum")
 
 
@@ -45,8 +50,9 @@ def tune(
             undo.callback(earlier.put_on)
         data = train_loader(trainer) if sample is None else sample
         said: list[str] = []
-        plan = _searched(trainer, data, target_batch, _allowed(trainer, levers, said), options)
-        weighing = _weighing(trainer, data, plan, asked, check, said)
+        with silenced(trainer):
+            plan = _searched(trainer, data, target_batch, _allowed(trainer, levers, said), options)
+            weighing = _weighing(trainer, data, plan, asked, check, said)
         if trainer.args.dataloader_drop_last and plan.accumulation_steps > 1:
             said.append(
                 "dataloader_drop_last=True drops a short micro-batch and not a short window: the last optimizer step of an "
@@ -117,13 +123,21 @@ def _weighing(trainer: Any, data: Any, plan: Plan, asked: Weighing | None, check
         return None  # every window is one micro-batch
     finding = _agreed(trainer, data, plan, asked)
     weighing = finding.weighing
+    left = (
+        "which was measured to be exact"
+        if finding.is_exact
+        else f"which leaves an error of {finding.left:.1g}, more than rounding: has the loss a term of the whole batch, "
+        "such as the balance of experts?"
+    )
     if weighing is not None:
         said.append(
             f"{type(trainer.model).__name__} in this trainer accumulates another gradient than that of the big batch: wrong "
             f"by {finding.error:.2g} over {finding.num_parts} uneven micro-batches, {finding.norm_ratio:.3f} times as long. "
-            f"While it trains, each micro-batch's loss is weighted by {weighing.name}, which was measured to be exact."
+            f"While it trains, each micro-batch's loss is weighted by {weighing.name}, {left}."
         )
-    elif trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices:
+    elif not finding.is_exact:
+        said.append(f"The trainer's own accumulation is taken as it is, {left}")
+    if weighing is None and trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices:
         said.append(
             "average_tokens_across_devices=False: each rank's tokens are averaged on their own, so ranks with fewer tokens "
             "weigh as much as others; set it to True for the gradient of the big batch."
@@ -147,14 +161,16 @@ def _agreed(trainer: Any, data: Any, plan: Plan, asked: Weighing | None) -> Find
 def _found(trainer: Any, data: Any, at_most: int, asked: Weighing | None) -> tuple[Finding, list[Weighing]]:
     """What was measured of a few rows, of two where more do not fit, and what they may be weighted by."""
     shifts = bool(getattr(trainer, "_loss_shifts_labels", False))
+    trainable = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+    most = max(2, _COMPARED_NUMBERS // max(1, trainable))
     for count in (at_most, 2):
         with random_states_kept():
-            rows = few_rows(data, count)
-        known = weighings_for(rows.whole, shifts) if asked is None else [asked]
-        try:
-            return examined(trainer, rows, known), known
-        except torch.OutOfMemoryError:
-            continue  # outside of this block its frames, and the activations in them, are gone
+            several = few_rows(data, count)[:most]
+        known = weighings_for(several[0].whole, shifts) if asked is None else [asked]
+        finding = attempted(partial(examined, trainer, several, known), (Verdict.TOO_LARGE,))
+        if not isinstance(finding, Failure):
+            return finding, known
+        finding.forget()
     raise InvalidRequestError(
         "two rows without levers do not fit, so the scaling of the loss could not be checked; pass check=False, and weight= "
         "where the loss is a mean that the trainer does not scale."

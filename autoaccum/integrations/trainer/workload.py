@@ -133,6 +133,18 @@ def as_in_training(trainer: Any) -> Iterator[None]:
 
 
 @contextmanager
+def silenced(trainer: Any) -> Iterator[None]:
+    """What `compute_loss` logs while inside is nothing that was trained: no callback hears of it, and no row is kept."""
+    handler = trainer.callback_handler
+    with replaced(trainer, log=lambda *args, **kwargs: None), replaced(handler, callbacks=[]):
+        rows = list(trainer.state.log_history)
+        try:
+            yield
+        finally:
+            trainer.state.log_history[:] = rows
+
+
+@contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Attributes of an object with other values while inside; what was not there is not there afterwards."""
     held = vars(owner)
