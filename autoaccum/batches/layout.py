@@ -241,9 +241,9 @@ def _refuse_laid_end_to_end(batch: Any, layout: Layout, batch_dim: Mapping[str |
     """Refuse to cut sequences that are laid end to end by tokens, or to part them from where they begin."""
     laid = laid_end_to_end(batch, layout.cuts, {str(name) for name in batch_dim or ()})
     if laid is not None:
-        bounds, sequences = shown(name_of(laid.bounds)), shown(name_of(laid.sequences))
+        bounds, other = shown(name_of(laid.bounds)), shown(name_of(laid.other))
         raise InvalidRequestError(
-            f"leaf {bounds} says where sequences lie that are laid end to end in leaf {sequences}: cut by rows they would "
+            f"leaf {bounds} says, beside leaf {other}, that {laid.num} sequences are laid end to end: cut by rows they would "
             "be torn apart. Pass split=, or give the sample as a callable n -> batch and train with a Window of ready "
             f"micro-batches and weight=. If {bounds} is something else, name it in batch_dim=."
         )

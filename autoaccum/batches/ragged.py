@@ -14,15 +14,14 @@ from autoaccum.batches.carriers import Cuts
 from autoaccum.batches.structure import is_array, is_inside, leaves_of, name_of
 
 _NAMED_STARTS = re.compile(r"offset|ptr|split|start|cu_?seq", re.IGNORECASE)
-_NAMED_LENGTHS = re.compile(r"len|size|num|count|atoms|nodes", re.IGNORECASE)
-_TELLING = 8  # so many class labels that rise from 0 are a chance of one in millions
+_NAMED_LENGTHS = re.compile(r"len|size|num|atoms|nodes", re.IGNORECASE)
 
 
 class Laid(NamedTuple):
-    """A leaf that says where the sequences lie, one in which they lie, and how many they are."""
+    """A leaf that says where the sequences lie, another one by which that is known, and how many they are."""
 
     bounds: tuple[str, ...]
-    sequences: tuple[str, ...]
+    other: tuple[str, ...]
     num: int
 
 
@@ -44,6 +43,9 @@ def laid_end_to_end(batch: Any, cuts: Cuts, settled: Container[str] = ()) -> Lai
         if not others or name_of(path) in settled or not _may_be_bounds(leaf):
             continue
         values = torch.as_tensor(leaf).long()
+        if path in cuts and int(values[0]) == 0 and set(values.diff().tolist()) == {0, 1} and int(values[-1]) + 1 in others:
+            num = int(values[-1]) + 1  # for each entry, to which sequence it belongs
+            return Laid(path, totals[num, False], num)
         found = next((total for total in others if _are_bounds(values, total, name_of(path))), None)
         if found is not None:
             has_both_ends = len(values) > 1 and int(values[0]) == 0 and int(values[-1]) == found
@@ -70,6 +72,4 @@ def _are_bounds(values: Tensor, total: int, name: str) -> bool:
     rises = bool((steps > 0).all())
     if last == total:  # ends, with the first start or without; labels in order are more than there are classes
         return (first == 0 and (rises or total > len(values))) or (rises and len(steps) > 1)
-    if first != 0 or last > total or not rises:
-        return False
-    return len(values) >= _TELLING or _NAMED_STARTS.search(name) is not None  # starts
+    return first == 0 and last < total and _NAMED_STARTS.search(name) is not None

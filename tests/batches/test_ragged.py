@@ -39,9 +39,9 @@ RAGGED: dict[str, tuple[dict[str, Any], str]] = {
     "arrays": ({"x": np.ones((TOKENS, 2)), "y": np.ones(TOKENS), "bounds": BOUNDS.numpy()}, "bounds"),
     "an empty sequence": ({"x": torch.ones(9, 2), "y": torch.ones(9), "bounds": torch.tensor([0, 4, 4, 9])}, "bounds"),
     "inside": ({"a": {"x": tokens(), "y": tokens()}, "b": {"bounds": BOUNDS}}, "b.bounds"),
-    "many starts without a name for it": (
-        {"y": torch.ones(8), "x": torch.ones(50), "where": torch.tensor([0, 4, 9, 13, 20, 28, 31, 44])},
-        "where",
+    "starts of bags, one of which is empty": (
+        {"y": torch.ones(4), "x": torch.ones(9), "offsets": torch.tensor([0, 4, 4, 7])},
+        "offsets",
     ),
 }
 OTHERS: dict[str, dict[str, Any]] = {
@@ -58,6 +58,9 @@ OTHERS: dict[str, dict[str, Any]] = {
         "bank": torch.ones(8, 2),
     },
     "labels in order": {"x": torch.ones(6, 2), "label": torch.tensor([0, 0, 1, 1, 2, 3]), "anchors": torch.ones(3, 2)},
+    "steps of a diffusion": {"x": torch.ones(8, 2), "t": torch.arange(8) * 142, "alphas": torch.ones(1000)},
+    "numbers of users": {"x": torch.ones(9, 2), "user": torch.arange(9) * 3, "users": torch.ones(40, 2)},
+    "counts of classes": {"x": torch.ones(9, 2), "y": torch.ones(9), "class_counts": torch.tensor([4, 3, 2])},
     "lengths of padded rows": {"x": torch.ones(6, 9), "lengths": LENGTHS},
     "bounds of all rows whole": {"input_ids": tokens()[None], "labels": tokens()[None], "cu_seq_lens_q": BOUNDS.int()},
     "bounds of something else": {"x": torch.ones(6, 2), "y": torch.ones(6), "edges": torch.tensor([0, 3, 5, 11])},
@@ -70,7 +73,25 @@ OTHERS: dict[str, dict[str, Any]] = {
 def test_sequences_laid_end_to_end_are_refused(name: str) -> None:
     """Cut by rows the sequences would be torn, or parted from where they begin; the error names the leaf and a way on."""
     batch, bounds = RAGGED[name]
-    with pytest.raises(InvalidRequestError, match=rf"leaf '{bounds}' says where sequences lie .* torn apart\. Pass split="):
+    with pytest.raises(
+        InvalidRequestError,
+        match=rf"leaf '{bounds}' says, beside leaf .*, that . sequences are laid end to end: .* torn apart\. Pass split=",
+    ):
+        refuse_doubtful_layout(batch, find_layout(batch))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"x": torch.ones(TOKENS, 4), "graph": torch.repeat_interleave(torch.arange(6), LENGTHS), "y": torch.ones(6)},
+        (torch.ones(TOKENS, 4), torch.repeat_interleave(torch.arange(6), LENGTHS), torch.ones(6, 2), torch.ones(TOKENS)),
+    ],
+)
+def test_entries_that_say_where_they_belong_are_refused(batch: Any) -> None:
+    """Nodes with the number of their graph, instances with that of their bag: what is told of six would be told of each."""
+    laid = laid_end_to_end(batch, find_layout(batch).cuts)
+    assert laid is not None and laid.num == 6
+    with pytest.raises(InvalidRequestError, match="torn apart"):
         refuse_doubtful_layout(batch, find_layout(batch))
 
 
