@@ -243,8 +243,8 @@ def _refuse_laid_end_to_end(batch: Any, layout: Layout, batch_dim: Mapping[str |
     if laid is not None:
         bounds, other = shown(name_of(laid.bounds)), shown(name_of(laid.other))
         raise InvalidRequestError(
-            f"leaf {bounds} says, beside leaf {other}, that {laid.num} sequences are laid end to end: cut by rows they would "
-            "be torn apart. Pass split=, or give the sample as a callable n -> batch and train with a Window of ready "
+            f"leaf {bounds} says, beside leaf {other}, that {laid.num} sequences are laid end to end: cut by rows they "
+            "would be torn apart. Pass split=, or give the sample as a callable n -> batch and train with a Window of ready "
             f"micro-batches and weight=. If {bounds} is something else, name it in batch_dim=."
         )
 

@@ -112,7 +112,9 @@ class SplitSource(AbstractSource):
             return parts_of(self._split, take_rows(self._batch, self._layout, sum(sizes)), sizes)
         rest = (self.length or 0) - sum(sizes)
         if rest >= 0:
-            return parts_of(self._split, copy.deepcopy(self._batch), sizes, rest)
+            nested = [leaf for _, leaf in leaves_of(self._batch) if isinstance(leaf, Tensor) and leaf.is_nested]
+            known = {id(leaf): leaf.detach().clone() for leaf in nested}  # those that are strided cannot be deep-copied
+            return parts_of(self._split, copy.deepcopy(self._batch, known), sizes, rest)
         if len(sizes) == 1:
             raise InvalidRequestError(f"the sample has {self.length} rows where {sizes[0]} were asked for.")
         return [self.take(size) for size in sizes]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SubsetRandomSampler, default_collate
 
 from autoaccum.batches.layout import BatchDim
@@ -18,7 +20,7 @@ from autoaccum.batches.source_kinds import (
     SplitSource,
     looked_at,
 )
-from autoaccum.batches.structure import children_of, is_array, item_size
+from autoaccum.batches.structure import children_of, item_size
 from autoaccum.errors import InvalidRequestError
 
 
@@ -55,7 +57,7 @@ def _is_dataset(sample: Any) -> bool:
     """A torch data set, or a Hugging Face one, which is not a subclass of it but has the same two methods."""
     if isinstance(sample, Dataset):
         return True
-    container = is_array(sample) or isinstance(sample, (Mapping, list, tuple, str, bytes)) or bool(list(children_of(sample)))
+    container = isinstance(sample, (Tensor, np.ndarray, Mapping, list, tuple, str, bytes)) or bool(list(children_of(sample)))
     return not container and hasattr(sample, "__getitem__") and hasattr(sample, "__len__") and hasattr(sample, "features")
 
 

@@ -116,8 +116,8 @@ def refuse_endless(path: tuple[str, ...]) -> None:
 
 
 def is_array(node: Any) -> bool:
-    """Whether it has a shape that may hold rows."""
-    return isinstance(node, (Tensor, np.ndarray))
+    """Whether it has a shape that may hold rows; a nested tensor has none."""
+    return isinstance(node, np.ndarray) or (isinstance(node, Tensor) and not node.is_nested)
 
 
 def is_plain_sequence(node: Any) -> bool:

@@ -17,6 +17,7 @@ from autoaccum.batches import slicing
 from autoaccum.batches.layout import find_layout
 from autoaccum.batches.pieces import AbstractShare, Piece, Pieces, Window
 from autoaccum.batches.slicing import Slicer
+from autoaccum.batches.sources import source_of
 from autoaccum.caps import Shape
 from autoaccum.errors import InvalidRequestError
 
@@ -427,6 +428,29 @@ def test_a_batch_that_cannot_be_counted_is_refused() -> None:
     """Even with `split`, it must be known how many rows there are."""
     with pytest.raises(InvalidRequestError, match="type Uncountable cannot be counted"):
         Slicer(2, split=split_opaque).share(Uncountable())
+
+
+def split_nested(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Micro-batches of these sizes, of the same layout."""
+    nested, labels = batch
+    parts, start = [], 0
+    for size in sizes:
+        rows = list(nested.unbind()[start : start + size])
+        parts.append((torch.nested.nested_tensor(rows, layout=nested.layout), labels[start : start + size]))
+        start += size
+    return parts
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_beside_others_are_cut_by_split(layout: torch.layout) -> None:
+    """There are as many rows as the nested tensor has, in training and for a search."""
+    rows = [torch.full((length, 2), float(length)) for length in (3, 1, 4, 2, 5)]
+    batch = (torch.nested.nested_tensor(rows, layout=layout), torch.arange(5))
+    cut = Slicer(2, split=split_nested).share(batch).cut(unlimited)
+    assert [[len(row) for row in nested.unbind()] for nested, _ in cut.make()] == [[3, 1], [4, 2], [5]]
+    taken = source_of(batch, split=split_nested).micro_batches([3, 2])
+    assert [labels.tolist() for _, labels in taken] == [[0, 1, 2], [3, 4]]
 
 
 # -- ready micro-batches
