@@ -48,7 +48,7 @@ class Accumulation:
         self._own_dtypes: list[Any] = []
         self._apart: dict[int, Tensor] = {}  # float32 sums, where a parameter cannot hold one
         self._sparse: list[Tensor] | None = None
-        self._witness: _Witness | None = None
+        self._witnesses: list[_Witness] = []
         if _HAS_GRAD_DTYPE:
             self._own_dtypes = [parameter.grad_dtype for parameter in low]
             for parameter in low:
@@ -65,27 +65,32 @@ class Accumulation:
                 parameter.grad = parameter.grad.coalesce()
         if not _HAS_GRAD_DTYPE:
             self._set_apart()
-        self._witness = next(map(_Witness.of, filter(_is_plain, self.parameters)), None)
+        ends = (next(filter(_is_plain, several), None) for several in (self.parameters, reversed(self.parameters)))
+        self._witnesses = [_Witness.of(parameter) for parameter in ends if parameter is not None]
 
     def _refuse_touched(self) -> None:
-        """Refuse a training step that steps, clears or adds to gradients itself; one parameter is looked at.
+        """Refuse a training step that steps, clears or adds to gradients itself.
+
+        Two parameters are looked at, the first and the last: a table of embeddings with `max_norm` changes while it is read.
 
         Raises:
             InvalidRequestError: With what happened.
         """
-        seen = self._witness
-        if seen is None:
+        if not self._witnesses:
             if self._sparse is None and self.parameters and self.parameters[0].grad is not None:
                 raise InvalidRequestError(
                     "the training step has run backward itself (loss.backward(), or accelerator.backward(loss), which also "
                     f"divides by gradient_accumulation_steps); {_OURS}"
                 )
             return
-        if seen.parameter._version != seen.version:
+        if all(seen.parameter._version != seen.version for seen in self._witnesses):
             raise InvalidRequestError(f"the training step has changed the parameters, as optimizer.step() does; {_OURS}")
-        gradient = seen.parameter.grad
-        if gradient is not seen.gradient or gradient is None or gradient._version != seen.gradient_version:
-            raise InvalidRequestError(f"the training step has cleared or changed gradients, as zero_grad() does; {_OURS}")
+        for seen in self._witnesses:
+            gradient = seen.parameter.grad
+            if gradient is not seen.gradient or gradient is None or gradient._version != seen.gradient_version:
+                raise InvalidRequestError(
+                    f"the training step has cleared or changed gradients, as zero_grad() does; {_OURS}"
+                )
 
     def complete(self) -> None:
         """After the last micro-batch: sparse gradients that came only after the first one have repeated entries.
@@ -93,7 +98,7 @@ class Accumulation:
         Raises:
             InvalidRequestError: When the training step has touched gradients.
         """
-        if self._witness is not None:
+        if self._witnesses:
             self._refuse_touched()
         for parameter in self.parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:

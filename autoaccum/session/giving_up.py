@@ -48,7 +48,7 @@ def refuse_growing_plans(log: Sequence[Trial], schedule: Schedule, trials: Seque
         return
     raise NothingFitsError(
         f"the plan's own step of {len(schedule.sizes[0])} micro-batches does not fit, although one micro-batch of "
-        f"{schedule.micro_batch} rows does, and so did smaller ones: memory grows from one micro-batch to the next. "
+        f"{schedule.micro_batch} rows does: memory grows from one micro-batch to the next. "
         "Does the model, the loss or the sample keep tensors, or does collating the whole step need the memory?",
         trials,
     )

@@ -177,3 +177,22 @@ def test_loss_function_beside_a_training_step_is_told(
     acc.step(batch())
     acc.step(batch())
     assert caplog.text.count("loss_fn is not used") == with_loss_fn
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_table_with_a_largest_norm_is_no_mistake(place: str) -> None:
+    """Embeddings with `max_norm` are scaled down while they are read, by the model and not by the loop."""
+    torch.manual_seed(0)
+    table, head = nn.Embedding(9, 4, max_norm=0.5).double(), nn.Linear(4, 3).double()
+    model = nn.ModuleList([table, head] if place == "first" else [head, table])
+    ids, labels = torch.randint(0, 9, (12,)), torch.randint(3, (12,))
+
+    def step(model: nn.Module, batch: Batch) -> Tensor:
+        return functional.cross_entropy(head(table(batch[0])), batch[1])
+
+    step(model, (ids, labels))  # all that are read have their norm
+    expected = torch.autograd.grad(step(model, (ids, labels)), [table.weight, head.weight])
+    before = [table.weight.detach().clone(), head.weight.detach().clone()]
+    Accumulator(model, SGD(model.parameters(), lr=1.0), training_step=step, micro_batch=5).step((ids, labels))
+    moved = [old - new.detach() for old, new in zip(before, (table.weight, head.weight), strict=True)]
+    assert all(torch.allclose(*pair, rtol=0, atol=1e-12) for pair in zip(moved, expected, strict=True))
