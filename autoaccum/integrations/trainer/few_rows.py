@@ -21,6 +21,7 @@ from autoaccum.errors import InvalidRequestError
 _ROWS = 8  # at once
 _ROWS_IN_ALL = 16
 _LOOKED_AT = 64
+_NONE = object()
 
 
 class Rows(NamedTuple):
@@ -83,9 +84,6 @@ def _unlike_items(loader: DataLoader[Any]) -> list[Any] | None:
     most, fewest = ordered[:half], ordered[half:]
     fewest = sorted(fewest, key=_num_labels)[: min(_ROWS_IN_ALL, len(ordered)) - half]
     return list(chain.from_iterable(zip(most, fewest, strict=False))) + fewest[half:]
-
-
-_NONE = object()
 
 
 def _class_of(item: Any) -> tuple[Any, ...]:
