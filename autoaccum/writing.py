@@ -9,6 +9,7 @@ from typing import Any, final
 import msgspec
 
 from autoaccum.batches.weights import UNKNOWN_LOSS
+from autoaccum.checking.glance import Glance, glance
 from autoaccum.choose import Schedule, evidence, limited_by
 from autoaccum.exploring import Exploration, Explored
 from autoaccum.prediction.timeline import timeline_of
@@ -218,9 +219,35 @@ def exactness_remarks(search: Search, steps: int) -> list[str]:
             f"BatchNorm in train mode normalises by the micro-batch, so accumulating {steps} of them is not exactly "
             f"the large batch for these layers: {', '.join(layers[:8])}" + (" ..." if len(layers) > 8 else "")
         )
-    if search.workload.weigher.taken_at_its_word:
+    seen = _glance_of(search)
+    if seen is not None:
+        first, second = seen.sizes
+        said.append(
+            f"The loss does not split: on {first + second} rows of the sample it is {seen.whole:.4g}, and {seen.split:.4g} "
+            f"from micro-batches of {first} and {second}, so accumulation is not exact. weight= says what a loss divides by "
+            "(labels that count, weights of classes); one that compares rows with each other cannot be accumulated, and its "
+            "micro-batch is the batch that counts. Accumulator.check(batch) tells which it is."
+        )
+    elif search.workload.weigher.taken_at_its_word:
         said.append(UNKNOWN_LOSS[0].upper() + UNKNOWN_LOSS[1:] + ".")
     return said
+
+
+def _glance_of(search: Search) -> Glance | None:
+    """Where one process trains on its own: in a training step of several the others may be waited for."""
+    log = search.log.of(AS_IT_IS)
+    sizes = [trial.candidate.micro_batch for trial in log if isinstance(trial.outcome, Fit)]
+    if not sizes or search.time_is_up or search.together.is_needed or search.ranks.world_size > 1:
+        return None
+    return glance(
+        search.workload,
+        search.device,
+        search.snapshot,
+        budget_bytes=search.budget.budget_bytes,
+        at_most=max(sizes),
+        at_least=standing(log).floor + 1,
+        multiple_of=search.request.multiple_of,
+    )
 
 
 def _row_of(exploration: Exploration, one: Measured, is_chosen: bool) -> Setting:

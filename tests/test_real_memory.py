@@ -49,7 +49,8 @@ def peak(size):
     return watch.peak_bytes
 
 two_steps(1)  # the libraries' own pages are resident from here on
-budget = psutil.Process().memory_info().rss + 400 * 2**20  # the process itself wanders by up to 10 MiB, which are then few rows
+# What the process itself holds wanders by 10 MiB, which are few rows of these.
+budget = psutil.Process().memory_info().rss + 400 * 2**20
 result = autoaccum.probe(model, sample, training_step=step, budget=budget, device="cpu")
 found = result.max_micro_batch
 with device.steadied():

@@ -143,13 +143,7 @@ class Passes:
         """Whether the whole has another gradient where the generators stand elsewhere."""
         first = self.gradient(self.whole, 1.0)
         self._rewinder.rewind()
-        for draw in (
-            random.random,
-            np.random.random,
-            lambda: torch.rand(1),
-            lambda: torch.rand(1, device=self._device.torch_device),
-        ):
-            draw()
+        move_generators(self._device.torch_device)
         return relative(self.gradient_as_it_comes(self.whole, 1.0), first) > self.tolerance
 
     def take_hooks(self, registry: str) -> list[str]:
@@ -161,6 +155,14 @@ class Passes:
                 had.append(self._names[id(parameter)])
                 hooks.clear()
         return had
+
+
+def move_generators(device: torch.device) -> None:
+    """Draw from each, so that what is random comes out otherwise."""
+    random.random()
+    np.random.random()
+    torch.rand(1)
+    torch.rand(1, device=device)
 
 
 def _uneven(rows: int, smallest: int) -> tuple[int, int]:

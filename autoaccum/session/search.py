@@ -121,7 +121,7 @@ class Search:
             stack.enter_context(older_objects_set_aside())
             stack.enter_context(self.together.connected())
             self._steadiness: Steadiness = stack.enter_context(self.device.steadied())
-            snapshot: Snapshot = stack.enter_context(
+            self.snapshot: Snapshot = stack.enter_context(
                 preserved(
                     self.workload.module,
                     self.workload.own_optimizer,
@@ -138,14 +138,14 @@ class Search:
             self.log,
             together=self.together,
             process_group=self._group,
-            snapshot=snapshot,
+            snapshot=self.snapshot,
         )
         self.forecasts = Forecasts(
             self.workload,
             self.device,
             self.ranks,
             self._clock,
-            snapshot=snapshot,
+            snapshot=self.snapshot,
             multiple_of=self.request.multiple_of,
             budget_bytes=self.budget.budget_bytes,
             share=self.share,

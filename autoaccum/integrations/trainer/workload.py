@@ -62,6 +62,8 @@ class TrainerStep:
     The micro-batch is counted as a window of its own: what is measured does not depend on the number.
     """
 
+    is_weighed_elsewhere = True  # `scaling` measures how the trainer weighs micro-batches
+
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.__qualname__ = f"{type(trainer).__qualname__}.compute_loss {_identity(trainer)}"  # for plans kept in a cache
