@@ -17,7 +17,7 @@ ROWS = (
     ("records", "files"),
     ("schedule", "divisions", "caps", "timing"),
     ("search", "batches", "shards"),
-    ("choose", "comparing", "tradeoffs", "devices", "preserve", "ranks", "calling", "scaled_losses"),
+    ("choose", "comparing", "tradeoffs", "devices", "preserve", "ranks", "calling", "scaled_losses", "mean_losses"),
     ("levers", "meeting", "backward", "admitting"),
     ("losses", "catching", "gradients", "rewind", "sharding", "engines", "wrapped"),
     ("workload", "reduction", "lockstep"),

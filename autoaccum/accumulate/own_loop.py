@@ -83,7 +83,9 @@ class OpenWindow:
             raise InvalidRequestError("window.backward(loss) is called once for each micro-batch, inside the loop.")
         scale, self._scale = self._scale, None
         with training_modes():
-            part = scaled(checked_loss(loss, "the loop"), scale)
+            loss = checked_loss(loss, "the loop")
+            run.look_at(loss)
+            part = scaled(loss, scale)
             run.progress.phase = "backward"
             run.accumulation.add(part)
         run.loss = added(run.loss, part)

@@ -21,6 +21,7 @@ from autoaccum.devices.base import Verdict
 from autoaccum.engines import refuse_deferred_step
 from autoaccum.errors import AutoaccumError, InvalidRequestError, RankMismatchError
 from autoaccum.gradients import Accumulation, parameters_of, refuse_present
+from autoaccum.mean_losses import DivisorWatch
 from autoaccum.reduction import Agreement, Standing, Status
 from autoaccum.window import Progress, accumulate
 from autoaccum.wrapped import unsynchronised
@@ -52,6 +53,8 @@ class Run:
         self.agreement: Agreement | None = None
         self._versions: list[tuple[Tensor, int]] = []
         self.replays = 0
+        self._divisors: DivisorWatch | None = None
+        self._is_told = False  # that labels are ignored
         self._in_step = False  # with the other ranks, where they run together
         self._is_marked = False
 
@@ -122,7 +125,7 @@ class Run:
         loss = accumulate(
             micro_batches,
             self.scales,
-            loss=training.loss_in_window,
+            loss=self._loss,
             place=self.place,
             accumulation=self.accumulation,
             progress=self.progress,
@@ -130,6 +133,17 @@ class Run:
         )
         training.reducer.prepare(self._gradients())
         return loss
+
+    def _loss(self, placed: Any) -> Tensor:
+        loss = self.training.loss_in_window(placed)
+        self.look_at(loss)
+        return loss
+
+    def look_at(self, loss: Tensor) -> None:
+        """Say it, in the first window, where a loss divides by something else than what its micro-batch is weighed by."""
+        said = None if self._divisors is None else self._divisors.note(loss, self.scales[self.progress.index])
+        if said is not None:
+            logger.warning(said)
 
     def begin(self) -> Iterator[Any]:
         """Start an attempt; gives the micro-batches, not yet placed, in the order of `scales`."""
@@ -142,12 +156,16 @@ class Run:
             training.rewinder.mark()
             if not training.counts["windows"] and training.weigher.counts_rows and has_ignored_labels(self._batch):
                 logger.warning(IGNORED_LABELS)
+                self._is_told = True
             self._versions = [(tensor, tensor._version) for tensor in self._tensors_in_reach()]
             self._is_marked = True  # there is a mark of this window to go back to
         make = self.cut.again()
         is_first = not training.counts["windows"] and not self.replays
-        if is_first and training.weigher.taken_at_its_word and len(self.cut.pieces) > 1:
+        several = len(self.cut.pieces) > 1
+        if is_first and training.weigher.taken_at_its_word and several:
             logger.warning(UNKNOWN_LOSS)
+        looks = not training.counts["windows"] and several and not training.weigher.summed and not self._is_told
+        self._divisors = DivisorWatch() if looks else None
         weights = self._weights(make)
         self.weight = float(sum(weights))
         self._in_step = True
