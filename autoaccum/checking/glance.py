@@ -40,12 +40,14 @@ class Glance(NamedTuple):
 
     Attributes:
         error: Their difference, relative to the largest term.
+        tolerance: What of it may be rounding.
     """
 
     whole: float
     split: float
     sizes: tuple[int, int]
     error: float
+    tolerance: float
 
 
 def glance(
@@ -67,19 +69,26 @@ def glance(
     Returns:
         None where it splits, and where it cannot be seen: too few rows, a random loss, a step that refuses such sizes.
     """
-    sizes = _uneven(workload.source, at_most, at_least, multiple_of)
-    if sizes is None or getattr(workload.loss.training_step, "is_weighed_elsewhere", False):
+    if getattr(workload.loss.training_step, "is_weighed_elsewhere", False):
         return None
-    found: Glance | Failure | None
+    found, seconds = None, [at_least, max(at_least, 2)]  # a spread over the rows is NaN where there is one row
+    for sizes in dict.fromkeys(_uneven(workload.source, at_most, second, multiple_of) for second in seconds):
+        if sizes is not None and found is None:
+            try:
+                found = _seen(workload, device, sizes, budget_bytes)
+            finally:
+                gc.collect()
+                device.release()
+                snapshot.restore()
+    return found if found is not None and found.error > found.tolerance else None
+
+
+def _seen(workload: Workload, device: AbstractDevice, sizes: tuple[int, int], budget_bytes: int) -> Glance | None:
     try:
         with device.limited_to(budget_bytes):
             found = attempted(lambda: _compared(workload, device, sizes), frozenset(Verdict) - {Verdict.DEAD})
     except Exception:  # noqa: BLE001 - the step has run with the plan's own sizes, and only those have to run
-        found = None
-    finally:
-        gc.collect()
-        device.release()
-        snapshot.restore()
+        return None
     return None if isinstance(found, Failure) else found
 
 
@@ -110,31 +119,26 @@ def _compared(workload: Workload, device: AbstractDevice, sizes: tuple[int, int]
         if look.is_random(wholes[0]):
             return None
         seen = [look.at(whole, parts[2 * index : 2 * index + 2], sizes) for index, whole in enumerate(wholes)]
-    worst = max((one for one in seen if one is not None), key=lambda one: one.error, default=None)
-    return worst if worst is not None and worst.error > look.tolerance else None
+    return max((one for one in seen if one is not None), key=lambda one: one.error, default=None)
 
 
 @final
 class _Look:
-    """Losses, each from the state that the first one found.
-
-    Attributes:
-        tolerance: What is known of it after the first loss.
-    """
+    """Losses, each from the state that the first one found."""
 
     def __init__(self, workload: Workload, device: AbstractDevice) -> None:
         # Not the mean of the outputs, which stands for a loss that nobody gave.
         self._loss = MicroBatchLoss(workload.module, workload.loss.loss_fn, workload.loss.training_step)
         self._weigher, self._device = workload.weigher, device
         dtypes = {parameter.dtype for parameter in workload.module.parameters()}
-        self.tolerance = _TOLERANCE if dtypes <= {torch.float32, torch.float64} else _COARSE_TOLERANCE
+        self._tolerance = _TOLERANCE if dtypes <= {torch.float32, torch.float64} else _COARSE_TOLERANCE
         workload.module.register_forward_pre_hook(self._note_autocast)  # the caller's snapshot takes it off
         self._rewinder = Rewinder(workload.module, device.torch_device)
         self._rewinder.mark()
 
     def _note_autocast(self, *_: Any) -> None:
         if torch.is_autocast_enabled(self._device.torch_device.type):
-            self.tolerance = _COARSE_TOLERANCE
+            self._tolerance = _COARSE_TOLERANCE
 
     def is_random(self, batch: Any) -> bool:
         """Whether the loss is another one where the generators stand elsewhere."""
@@ -154,7 +158,7 @@ class _Look:
         if not all(map(isfinite, (of_whole, *of_parts))):
             return None
         size = max(abs(of_whole), *map(abs, of_parts), _NEAR_NOTHING)
-        return Glance(of_whole, sum(of_parts), sizes, abs(sum(of_parts) - of_whole) / size)
+        return Glance(of_whole, sum(of_parts), sizes, abs(sum(of_parts) - of_whole) / size, self._tolerance)
 
     def _loss_of(self, batch: Any) -> float:
         self._rewinder.rewind()

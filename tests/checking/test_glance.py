@@ -51,7 +51,13 @@ def contrasted(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(rows @ rows.T / 0.1, torch.arange(len(rows)))
 
 
-@pytest.mark.parametrize("step", [weighted, contrasted, summed])
+def spread(model: nn.Module, batch: Any) -> Tensor:
+    result: Tensor = model(batch[0]).var(0, correction=1).mean()  # NaN of one row
+    return result
+
+
+@pytest.mark.filterwarnings("ignore:var():UserWarning")
+@pytest.mark.parametrize("step", [weighted, contrasted, summed, spread])
 def test_loss_that_does_not_split_is_told(step: Step) -> None:
     """A plan for weighted classes, for rows that are compared, or for a sum says so, though nobody called check."""
     assert len(told(plan_of(*labelled(), training_step=step))) == 1
@@ -174,20 +180,22 @@ def test_one_micro_batch_is_not_looked_at(glances: list[tuple[int, int]]) -> Non
     assert glances == []
 
 
+@pytest.mark.filterwarnings("ignore:var():UserWarning")
 @pytest.mark.parametrize(
     ("more", "sizes"),
     [
+        ({"training_step": spread}, [(3, 1), (2, 2)]),
         ({}, [(3, 1)]),
         ({"max_micro_batch": 2}, [(1, 1)]),
         ({"max_micro_batch": 1}, []),
         ({"multiple_of": 2}, [(2, 2)]),
         ({"multiple_of": 4}, []),
     ],
-    ids=str,
+    ids=["spread", "any", "at most 2", "at most 1", "even", "all four"],
 )
 def test_sizes_are_uneven_and_allowed(more: dict[str, Any], sizes: list[Any], glances: list[tuple[int, int]]) -> None:
     """The rows are cut as unevenly as the caller's conditions let them be, and not at all where two parts do not fit."""
-    plan_of(*labelled(), training_step=plain, **more)
+    plan_of(*labelled(), **({"training_step": plain} | more))
     assert glances == sizes
 
 
@@ -214,15 +222,31 @@ def test_step_that_is_weighed_elsewhere_is_not_looked_at(glances: list[tuple[int
 @pytest.mark.parametrize("error", [ValueError("even batches only"), torch.OutOfMemoryError("CUDA out of memory")], ids=repr)
 def test_step_that_refuses_these_sizes(error: Exception) -> None:
     """A step that runs with the plan's sizes alone gets its plan, with nothing told."""
+    refusing = False
 
     def step(model: nn.Module, batch: Any) -> Tensor:
-        if len(batch[0]) == 3:
+        nonlocal refusing
+        refusing = refusing or len(batch[0]) == 3
+        if refusing:
             raise error
         return weighted(model, batch)
 
     plan = plan_of(*labelled(), training_step=step, equal_micro_batches=True)
+    assert refusing
     assert plan.micro_batch_sizes == (4, 4)
     assert not told(plan)
+
+
+def test_step_that_refuses_odd_sizes() -> None:
+    """Where a part of one row does not run, parts of two are looked at."""
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        if len(batch[0]) % 2:
+            raise ValueError("even batches only")
+        return weighted(model, batch)
+
+    (text,) = told(plan_of(*labelled(), training_step=step))
+    assert "from micro-batches of 2 and 2" in text
 
 
 def test_interrupt_is_the_users() -> None:
