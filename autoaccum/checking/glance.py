@@ -24,6 +24,7 @@ from autoaccum.losses import MicroBatchLoss
 from autoaccum.preserve import Snapshot
 from autoaccum.rewind import Rewinder
 from autoaccum.workload import Workload
+from autoaccum.wrapped import is_compiled
 
 _ROWS = 16
 _NEAR_NOTHING = 1e-5  # losses below are what is left of larger terms, and mostly rounding
@@ -67,9 +68,10 @@ def glance(
         at_most, at_least: Rows that are known to run at once.
 
     Returns:
-        None where it splits, and where it cannot be seen: too few rows, a random loss, a step that refuses such sizes.
+        None where it splits, and where it cannot be seen: too few rows, a random loss, a step that refuses such sizes, a
+        model that would be compiled again for them.
     """
-    if getattr(workload.loss.training_step, "is_weighed_elsewhere", False):
+    if getattr(workload.loss.training_step, "is_weighed_elsewhere", False) or is_compiled(workload.model):
         return None
     found, seconds = None, [at_least, max(at_least, 2)]  # a spread over the rows is NaN where there is one row
     for sizes in dict.fromkeys(_uneven(workload.source, at_most, second, multiple_of) for second in seconds):

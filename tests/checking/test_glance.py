@@ -206,6 +206,13 @@ def test_sample_of_one_row_is_not_looked_at(glances: list[tuple[int, int]]) -> N
     assert glances == []
 
 
+def test_compiled_model_is_not_looked_at(glances: list[tuple[int, int]]) -> None:
+    """It would be compiled anew for sizes that training never has."""
+    model, sample = labelled()
+    plan_of(torch.compile(model, backend="eager"), sample, training_step=weighted)
+    assert glances == []
+
+
 def test_step_that_is_weighed_elsewhere_is_not_looked_at(glances: list[tuple[int, int]]) -> None:
     """A Trainer's window is measured as the trainer weighs it, so its step is left alone here."""
 
