@@ -69,6 +69,12 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """What a test draws does not depend on the tests that ran before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def older_objects_set_aside() -> None:
     """Every search collects garbage, which is fast when modules and earlier tests' objects need not be looked at."""

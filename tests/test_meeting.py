@@ -48,7 +48,7 @@ def meet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time limits that a test can wait for."""
-    for name, seconds in (("BEAT_S", 0.05), ("SILENT_S", 0.4), ("ABSENT_S", 0.4), ("_PARTING_S", 0.1)):
+    for name, seconds in (("BEAT_S", 0.05), ("SILENT_S", 1.5), ("ABSENT_S", 1.5), ("_PARTING_S", 0.1)):
         monkeypatch.setattr(meeting, name, seconds)
 
 
@@ -134,7 +134,7 @@ def test_rank_without_a_sign_of_life_is_named(dead: int, meet: Run) -> None:
             ranks._over.set()  # its thread is gone with it
             return None
         begun = time.monotonic()
-        with pytest.raises(RankMismatchError, match=f"rank {dead} has not answered for 0 s: it has died"):
+        with pytest.raises(RankMismatchError, match=f"rank {dead} has not answered for [12] s: it has died"):
             ranks.gather(None)
         return time.monotonic() - begun
 
@@ -154,7 +154,7 @@ def test_busy_rank_is_no_dead_rank(meet: Run) -> None:
     """A rank that says nothing for longer than a dead one would be given is waited for."""
 
     def work(ranks: Meeting) -> Any:
-        time.sleep(1.2 if ranks.rank == 1 else 0)
+        time.sleep(4 if ranks.rank == 1 else 0)
         return ranks.gather(ranks.rank)
 
     assert meet(work) == [[0, 1, 2]] * 3

@@ -40,7 +40,7 @@ def settings_kept() -> Iterator[None]:
     np.random.set_state(others[1])
 
 
-LONG = (pytest.mark.slow, pytest.mark.timeout(900))  # several searches, each with its traces
+LONG = (pytest.mark.slow, pytest.mark.timeout(1800))  # several searches, each with its traces
 
 
 @pytest.mark.slow

@@ -112,13 +112,13 @@ def test_allocator_failure_under_the_callers_own_limit(run_child: Any) -> None:
         model(torch.randn(4, 64)).mean().backward()
         model.zero_grad()
         held = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) * 1024
-        resource.setrlimit(resource.RLIMIT_DATA, (held + 200 * 2**20, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_DATA, (held + 600 * 2**20, resource.RLIM_INFINITY))
         step = lambda model, batch: model(batch).pow(2).mean()
         result = autoaccum.probe(
             model, torch.randn(8, 64), training_step=step, optimizer=torch.optim.Adam, multiple_of=32, budget="100%"
         )
         optimizer = torch.optim.Adam(model.parameters())
-        batch = torch.randn(result.max_micro_batch, 64)
+        batch = torch.randn(result.max_micro_batch - 32, 64)  # right at the limit the process's own MiB decide
         for _ in range(3):
             for _ in range(2):
                 step(model, batch).backward()
@@ -128,7 +128,7 @@ def test_allocator_failure_under_the_callers_own_limit(run_child: Any) -> None:
         """,
         OMP_NUM_THREADS="1",
     )
-    assert found[0] >= 64
+    assert found[0] >= 256
     assert 1 <= found[1].count("allocator") <= 2
 
 

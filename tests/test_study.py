@@ -911,7 +911,7 @@ class Search:
 
     def rest(self) -> list[list[Any]]:
         """Everything that it says up to its end, and has said before."""
-        said, errors = self.process.communicate(timeout=120)
+        said, errors = self.process.communicate(timeout=200)
         assert self.process.returncode == 0, errors[-3000:]
         return [json.loads(line) for line in (*self.said, *said.splitlines())]
 

@@ -19,7 +19,7 @@ from autoaccum.devices.limits import ProcessLimit
 from autoaccum.window import Progress, run_window
 
 MIB = 2**20
-KNOWN_BYTES = 64 * MIB
+KNOWN_BYTES = 128 * MIB
 ROOM_BYTES = 256 * MIB
 TOO_LARGE_BYTES = 2**31  # above the room and the loosest net over it; the CPU's pages are never touched
 
@@ -132,7 +132,7 @@ def test_a_tensor_is_held(device: AbstractDevice) -> None:
     before = device.held_bytes(())
     tensor = filled(device, KNOWN_BYTES)
     grown = device.held_bytes([tensor]) - before
-    assert 0.95 * KNOWN_BYTES <= grown <= 1.25 * KNOWN_BYTES
+    assert 0.9 * KNOWN_BYTES <= grown <= 1.25 * KNOWN_BYTES
 
 
 def test_released_memory_is_not_held(device: AbstractDevice) -> None:
@@ -154,7 +154,7 @@ def test_the_peak_holds_an_allocation(device: AbstractDevice) -> None:
         tensor = filled(device, KNOWN_BYTES)
         del tensor
         torch.ones(8, device=device.torch_device)
-    assert 0.95 * KNOWN_BYTES <= watch.peak_bytes - before <= 1.25 * KNOWN_BYTES
+    assert 0.9 * KNOWN_BYTES <= watch.peak_bytes - before <= 1.25 * KNOWN_BYTES
 
 
 def test_the_peak_leaves_out_what_was_before(device: AbstractDevice) -> None:

@@ -113,8 +113,8 @@ def test_a_limit_above_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_limited_peak_is_what_the_limit_counts(run_child: RunChild) -> None:
     """The peak is that of the limited counter, and a step's temporary memory counts although it is given back.
 
-    To a quarter of a MiB: the kernel counts resident pages in lots of 64. In a process of its own, which has no hole in its
-    heap that the tensor could lie in.
+    In a process of its own, which has no hole in its heap that the tensor could lie in; Python's own memory grows and
+    shrinks by a MiB.
     """
     added = run_child(
         """
@@ -126,12 +126,12 @@ def test_limited_peak_is_what_the_limit_counts(run_child: RunChild) -> None:
             device.release()
             before = status_bytes("VmData")
             with device.watched(()) as watch:
-                tensor = torch.ones(64 * 2**20, dtype=torch.uint8)
+                tensor = torch.ones(512 * 2**20, dtype=torch.uint8)
                 del tensor
         answer(watch.peak_bytes - before)
         """
     )
-    assert 63.5 * MIB <= added <= 66 * MIB
+    assert 500 * MIB <= added <= 524 * MIB
 
 
 @on_linux
@@ -150,8 +150,11 @@ def test_buffers_of_matrix_products_are_released(run_child: RunChild) -> None:
             before = status_bytes("VmData")
             one @ other
             held = status_bytes("VmData") - before
-            device.release()
-            answer([held, status_bytes("VmData") - before])
+            left = []
+            for _ in range(3):  # Python may take a MiB meanwhile
+                device.release()
+                left.append(status_bytes("VmData") - before)
+            answer([held, min(left)])
         """
     )
     assert held > 2 * MIB
@@ -165,17 +168,17 @@ def test_the_limit_is_named() -> None:
 
 
 def test_sampling_sees_a_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernel's peak cannot be reset, a thread's samples see an allocation that lives for a tenth of a second."""
+    """Where the kernel's peak cannot be reset, a thread's samples see an allocation that lives for half a second."""
     monkeypatch.setattr(cpu, "_can_reset_peak", lambda: False)
     device = CpuDevice()
     device.release()
     before = device.held_bytes(())
     stop = threading.Event()
     with device.watched(()) as watch:
-        tensor = torch.ones(64 * MIB, dtype=torch.uint8)
-        stop.wait(0.1)
+        tensor = torch.ones(256 * MIB, dtype=torch.uint8)
+        stop.wait(0.5)
         del tensor
-    assert 60 * MIB <= watch.peak_bytes - before <= 80 * MIB
+    assert 240 * MIB <= watch.peak_bytes - before <= 300 * MIB
 
 
 def test_sampling_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,9 +396,9 @@ with device.steadied():
     answer(PEAKS)
 """
 _MODELS = {
-    "mlp": "peaks(nn.Sequential(nn.Linear(16, 2048), nn.GELU(), nn.Linear(2048, 16)), (16,), (1024, 256, 768, 512))",
+    "mlp": "peaks(nn.Sequential(nn.Linear(16, 2048), nn.GELU(), nn.Linear(2048, 16)), (16,), (8192, 2048, 6144, 4096))",
     "transformer": "peaks(nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 1, "
-    "enable_nested_tensor=False), (64, 64), (32, 8, 24, 16))",
+    "enable_nested_tensor=False), (64, 64), (256, 64, 192, 128))",
 }
 
 
@@ -403,10 +406,10 @@ _MODELS = {
 @on_linux
 @pytest.mark.parametrize("model", ["mlp", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_peaks_lie_on_a_line(run_child: RunChild, model: str) -> None:
-    """Under steady settings peaks of other sizes lie on the line through the largest and the smallest, within 1 %."""
+    """Under steady settings peaks of other sizes lie on the line through the largest and the smallest, within 3 %."""
     largest, smallest, *others = run_child(_PEAKS.replace("PEAKS)", _MODELS[model] + ")"))
     per_step = (largest - smallest) / 3
-    assert per_step > 2 * MIB
+    assert per_step > 24 * MIB
     for steps, peak in zip((2, 1), others, strict=True):
-        assert peak == pytest.approx(smallest + steps * per_step, rel=0.01)
+        assert peak == pytest.approx(smallest + steps * per_step, rel=0.03)
         assert abs(peak - smallest - steps * per_step) < 0.5 * per_step

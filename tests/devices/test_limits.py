@@ -147,7 +147,7 @@ def test_limit_of_the_process_is_read(kind: str, counter: str, run_child: RunChi
         """
     )
     assert (total, read) == (limit, counter)
-    assert 2**27 < free <= 2**28
+    assert abs(free - 2**28) < 2**26  # the process goes on living between the reading and the limit
 
 
 @on_linux

@@ -742,28 +742,28 @@ def test_fit_stays_inside_a_real_budget(run_child: Callable[..., Any]) -> None:
                 pass  # no copies of the parameters
 
         torch.manual_seed(0)
-        data = TensorDataset(torch.randn(7000, 64), torch.randint(3, (7000,)))
+        data = TensorDataset(torch.randn(56_000, 64), torch.randint(3, (56_000,)))
         model = Wide()
         other = copy.deepcopy(model)
         def resident():
             return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
         def held():
             return int(next(l for l in open("/proc/self/status") if l.startswith("VmRSS")).split()[1]) * 1024
-        budget = held() + 50 * 2**20
-        callback = AutoAccum(3000, budget=budget, levers="none", time_budget_s=30)
+        budget = held() + 280 * 2**20
+        callback = AutoAccum(24_000, budget=budget, levers="none", time_budget_s=30)
         class Watching(L.Callback):
             def on_train_start(self, *args):
                 open("/proc/self/clear_refs", "w").write("5")
         run = trainer(callback, Watching(), max_epochs=1)
         run.fit(model, DataLoader(data, batch_size=64))
         peak = resident()
-        expected = whole_batches(other, data, target=3000, epochs=1)[-1]
+        expected = whole_batches(other, data, target=24_000, epochs=1)[-1]
         plan = callback.plan
-        answer([plan.limited_by, plan.accumulation_steps, run.global_step, peak / budget,
-                float((flat(model) - expected).abs().max()), plan.micro_batch])
+        answer([plan.limited_by, plan.accumulation_steps, run.global_step, peak - budget,
+                float((flat(model) - expected).abs().max())])
         """
     )
-    limited_by, accumulation_steps, steps, part_of_budget, difference, _ = found
+    limited_by, accumulation_steps, steps, above_bytes, difference = found
     assert (limited_by, steps) == ("memory", 3) and accumulation_steps > 1
-    assert part_of_budget <= 1.0
+    assert above_bytes <= 12 * 2**20  # what a process holds besides its tensors wanders by so much; one row takes 16 KiB
     assert difference < EXACT

@@ -142,7 +142,7 @@ def test_meta_model_is_refused_where_it_would_run() -> None:
 
 @pytest.mark.slow
 def test_seven_billion_parameters_fit_a_laptop(run_child: Any) -> None:
-    """A language model of seven billion parameters is predicted in a minute of the processor and 2 GiB of memory."""
+    """A language model of seven billion parameters is predicted in two minutes of the processor and 2 GiB of memory."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     seconds, resident, parameters, peak_bytes = run_child(
         """
@@ -159,5 +159,5 @@ def test_seven_billion_parameters_fit_a_laptop(run_child: Any) -> None:
         answer([used, peak, plan.memory.trainable_parameters, plan.predicted_peak_bytes])
         """
     )
-    assert parameters > 6.5e9 and seconds < 60 and resident < 2 * GIB
+    assert parameters > 6.5e9 and seconds < 120 and resident < 2 * GIB
     assert 16 * parameters < peak_bytes <= gpu_for("H200").total_bytes

@@ -89,4 +89,4 @@ def test_on_disk_takes_no_memory(resident: dict[str, int]) -> None:
 
 def test_in_memory_takes_a_copy(resident: dict[str, int]) -> None:
     """Kept in memory it raises the resident set by itself, so the measurement would have seen a copy."""
-    assert resident["in memory"] > 0.9 * resident["model"]
+    assert resident["in memory"] > 0.75 * resident["model"]
